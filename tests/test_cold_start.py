@@ -36,5 +36,5 @@ def test_a_first_call_loads_only_what_it_needs(random_bundle: Path) -> None:
     command = [sys.executable, "-P", "-c", GENERATE, str(random_bundle)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout))
-    assert "tfexport.runtime.ort.contrib" in loaded
+    assert "tfexport.runtime.ort._contrib" in loaded
     assert not loaded & NOT_NEEDED

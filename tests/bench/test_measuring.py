@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.decode.scripted import EOS, ScriptedBatch, ScriptedSession, drawn
-from tfexport.bench.config import BenchConfig, Cell, Scenario, resolve
-from tfexport.bench.loops import (
+from tfexport.bench._loops import (
     STEPS_TOGETHER,
     Call,
     Caller,
@@ -20,8 +19,9 @@ from tfexport.bench.loops import (
     random_batches,
     text_batches,
 )
+from tfexport.bench._report import cell_metrics, distribution, is_stable, time_split
+from tfexport.bench.config import BenchConfig, Cell, Scenario, resolve
 from tfexport.bench.machine import environment, peak_memory_bytes
-from tfexport.bench.report import cell_metrics, distribution, is_stable, time_split
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfexport.bench.loops import Answer, Source, open_loop, poisson
-from tfexport.bench.report import is_stable
+from tfexport.bench._loops import Answer, Source, open_loop, poisson
+from tfexport.bench._report import is_stable
 from tfexport.errors import EngineFailed, InputError, QueueFull
 
 

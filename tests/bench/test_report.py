@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.bench.test_measuring import samples
+from tfexport.bench._report import build_result
 from tfexport.bench.compare import Condition, compare, read_result
 from tfexport.bench.config import BenchConfig
-from tfexport.bench.report import build_result
 from tfexport.bench.show import lines, render
 from tfexport.errors import BenchError, ConfigError
 

@@ -18,9 +18,9 @@ import uvicorn
 from tests.bench import test_report as reports
 from tests.bench.test_run import refuses, run
 from tests.bundle.made import edit, reseal
+from tfexport.bench._report import settings
+from tfexport.bench._server import exchange, http_client
 from tfexport.bench.config import BenchConfig
-from tfexport.bench.report import settings
-from tfexport.bench.server import exchange, http_client
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import ServingError
 from tfexport.serve.app import build_app

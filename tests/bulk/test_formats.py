@@ -28,8 +28,8 @@ from tests.bulk.corpus import (
     write_jsonl,
     write_parquet,
 )
+from tfexport.bulk._files import Place, find_place
 from tfexport.bulk.config import BulkConfig, Progress
-from tfexport.bulk.files import Place, find_place
 from tfexport.bulk.run import generate_file
 from tfexport.errors import InputError
 from tfexport.model.model import Model
@@ -241,8 +241,8 @@ def test_other_file_systems_do_the_same(
 
     write_csv(tmp_path / "in.csv")
     with monkeypatch.context() as patch:
-        patch.setattr("tfexport.bulk.job.find_place", place)
-        patch.setattr("tfexport.bulk.files._MAX_MOVED", moved)
+        patch.setattr("tfexport.bulk._job.find_place", place)
+        patch.setattr("tfexport.bulk._files._MAX_MOVED", moved)
         generate_file(model, tmp_path / "in.csv", tmp_path / "out.parquet", SMALL)
         with pytest.raises(InputError, match="is also the input"):
             generate_file(model, tmp_path / "in.csv", tmp_path / "in.csv", SMALL)
@@ -257,8 +257,8 @@ def test_other_file_systems_do_the_same(
 
 def test_memory_is_bounded_by_bytes_too(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are large are decoded in smaller parts, in the same order."""
-    monkeypatch.setattr("tfexport.bulk.files._BATCH_BYTES", 1000)
-    monkeypatch.setattr("tfexport.bulk.job._PART_BYTES", 3000)
+    monkeypatch.setattr("tfexport.bulk._files._BATCH_BYTES", 1000)
+    monkeypatch.setattr("tfexport.bulk._job._PART_BYTES", 3000)
     wide = table().append_column("wide", pyarrow.array(["x" * 1000] * len(TEXTS)))
     pyarrow.parquet.write_table(wide, tmp_path / "in.parquet")
     told: list[int] = []

@@ -14,9 +14,9 @@ import pytest
 from pyarrow import fs
 
 from tests.bulk.corpus import TEXTS, answers, expected, near, no_litter, write_csv, write_jsonl
+from tfexport.bulk._files import Place
+from tfexport.bulk._job import Store
 from tfexport.bulk.config import BulkConfig
-from tfexport.bulk.files import Place
-from tfexport.bulk.job import Store
 from tfexport.bulk.run import Summary, generate_file
 from tfexport.errors import BundleError, InputError
 from tfexport.model.model import Model
@@ -209,7 +209,7 @@ def attempt(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
         report: list[str] = []
         with monkeypatch.context() as patch, suppress(Killed, InputError):
-            patch.setattr("tfexport.bulk.job.find_place", place)
+            patch.setattr("tfexport.bulk._job.find_place", place)
             generate_file(model, source, target, SMALL)
             assert action != "kill" or not at
         if target.read_bytes() != b"old":
@@ -253,7 +253,7 @@ def test_a_disk_that_is_full_says_what_is_kept(model: Model, tmp_path: Path, mon
     def fill(_progress: object) -> None:
         faulty.at = len(faulty.calls) + 1
 
-    monkeypatch.setattr("tfexport.bulk.job.find_place", place)
+    monkeypatch.setattr("tfexport.bulk._job.find_place", place)
     with pytest.raises(
         InputError, match=r"cannot be written \(No space left on device\).* kept in .*out\.jsonl\.parts$"
     ):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decode.scripted import EOS, PAD, START, ScriptedSession, drawn, table
-from tfexport.decode.beam import BeamSearch
+from tfexport.decode._beam import BeamSearch
 from tfexport.decode.offline import decode
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.decode.scripted import EOS, START, ScriptedBatch, ScriptedSession, drawn, table
+from tfexport.decode._sampling import distribution
 from tfexport.decode.offline import decode, stream
 from tfexport.decode.result import Hypothesis
-from tfexport.decode.sampling import distribution
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.decode.scripted import ScriptedSession, drawn
 from tests.runtime.joining import alone, differing, random_requests
+from tfexport.decode._search import Outcome
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, Status, check_requests
-from tfexport.decode.search import Outcome
 from tfexport.generation import DecodeConfig
 
 SESSION = ScriptedSession(16, drawn(16, eos_bias=-1))

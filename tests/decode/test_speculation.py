@@ -25,7 +25,7 @@ from tfexport.export.config import ExportConfig
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
 from tfexport.nn.directory import save_model
-from tfexport.runtime.ort.contrib import ContribBatch
+from tfexport.runtime.ort._contrib import ContribBatch
 
 ON: dict[str, Any] = {"prompt_lookup_num_tokens": 15}
 Once = Callable[[str, Callable[[Path], object]], Path]

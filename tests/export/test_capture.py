@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tests import tiny
 from tfexport.contract import ModelSpec, TokenIds
-from tfexport.export.capture import Lowered, capture, lower
+from tfexport.export._capture import Lowered, capture, lower
+from tfexport.export._trace import trace_decoder, trace_encoder
 from tfexport.export.passes import collapse_reshapes
-from tfexport.export.trace import trace_decoder, trace_encoder
 from tfexport.nn.config import model_spec
 
 SPEC = ModelSpec(

@@ -30,10 +30,11 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
 from tfexport.contract import DECODER, GraphEntry, decoder_graph
 from tfexport.errors import BackendError, ConfigError, GraphError, ParityError
-from tfexport.export import export_bundle, pipeline
+from tfexport.export import _pipeline as pipeline
+from tfexport.export import export_bundle
+from tfexport.export._graph_file import load_graph, save_graph
+from tfexport.export._trace import trace_encoder
 from tfexport.export.config import ExportConfig
-from tfexport.export.graph_file import load_graph, save_graph
-from tfexport.export.trace import trace_encoder
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_model, save_model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tfexport.export.weights import write_weights
+from tfexport.export._weights import write_weights
 
 ROWS = np.arange(10, dtype=np.float32).reshape(2, 5)
 

@@ -20,7 +20,7 @@ from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
 from tests.importing.layout.test_layout import IDENTITY
 from tfexport._io.names import CONFIG
-from tfexport.importing.files import read_checkpoint
+from tfexport.importing._files import read_checkpoint
 from tfexport.importing.layout.apply import apply_layout
 from tfexport.importing.layout.layout import read_layout, render_layout
 from tfexport.importing.reference.golden import read_golden, record

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.bench.loops import TimedSession, clock
+from tfexport.bench._loops import TimedSession, clock
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import ModelSpec
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.precision import FLOAT
 from tfexport.runtime.registry import LoadOptions, open_session
-from tfexport.tensorrt.session.resources import ITEM_BYTES
+from tfexport.tensorrt.session._resources import ITEM_BYTES
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
 Setting = tuple[int, int]

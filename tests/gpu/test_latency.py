@@ -20,7 +20,7 @@ from tfexport.contract import Device
 from tfexport.precision import FLOAT, Precision
 from tfexport.runtime.registry import Graphs, LoadOptions, open_session
 from tfexport.tensorrt.config import Target
-from tfexport.tensorrt.session.resources import ITEM_BYTES
+from tfexport.tensorrt.session._resources import ITEM_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
@@ -49,7 +49,7 @@ def _run(
     bundle: Path, name: str, precision: Precision, graphs: bool, numbers: dict[str, Any]
 ) -> list[list[tuple[int, ...]]]:
     """Decode and measure; without graphs every step is queued anew."""
-    from tfexport.tensorrt.session.engine import CudaGraphRunner
+    from tfexport.tensorrt.session._engine import CudaGraphRunner
 
     run = CudaGraphRunner.run if graphs else (lambda self, name, queue, can_capture: queue())
     with mock.patch.object(CudaGraphRunner, "run", run):

@@ -47,8 +47,8 @@ def rtx_accepts(job: Job) -> None:
 
     The library is asked itself, also where tfexport refuses the engine beforehand.
     """
+    from tfexport.tensorrt._library import PORTABLE
     from tfexport.tensorrt.cuda import need_gpu
-    from tfexport.tensorrt.library import PORTABLE
     from tfexport.tensorrt.pipeline import build_engines
     from tfexport.tensorrt.store import load_engine
 
@@ -73,7 +73,7 @@ def library_takes(plan: bytes) -> str:
     Raises:
         EngineError: it refuses, in its own words.
     """
-    from tfexport.tensorrt.library import load_library
+    from tfexport.tensorrt._library import load_library
 
     library = load_library("tensorrt-rtx")
     log = library.listen()

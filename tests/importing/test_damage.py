@@ -20,9 +20,9 @@ from torch import Tensor
 
 from models.from_scratch.notebook_002 import Notebook002
 from tfexport.errors import CheckpointError, TfexportError
-from tfexport.importing import files
+from tfexport.importing import _files as files
+from tfexport.importing._files import read_checkpoint
 from tfexport.importing.config import ImportConfig
-from tfexport.importing.files import read_checkpoint
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.reference.golden import record
 
@@ -197,7 +197,7 @@ def test_an_archive_that_was_saved_without_checksums_is_refused(tmp_path: Path) 
 USE_AFTER_CUT = """
 import sys
 from pathlib import Path
-from tfexport.importing.files import read_checkpoint
+from tfexport.importing._files import read_checkpoint
 from tfexport.importing.reference.golden import read_golden
 for path in map(Path, sys.argv[1:]):
     tensors = read_golden(path).state if path.name == "golden" else read_checkpoint(path).tensors
@@ -246,7 +246,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypat
             file.write(b"more")
         return sha256(*words)
 
-    monkeypatch.setattr("tfexport.importing.files.hashlib.sha256", growing)
+    monkeypatch.setattr("tfexport.importing._files.hashlib.sha256", growing)
     assert "was changed while it was read" in says(path)
 
 

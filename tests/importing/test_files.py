@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tfexport.errors import CheckpointError
-from tfexport.importing.files import read_checkpoint
+from tfexport.importing._files import read_checkpoint
 
 STATE = {"encoder.weight": torch.arange(6.0).reshape(2, 3), "decoder.bias": torch.ones(2, dtype=torch.float16)}
 
@@ -427,7 +427,7 @@ READER = """
 import sys
 from pathlib import Path
 import torch
-from tfexport.importing.files import read_checkpoint
+from tfexport.importing._files import read_checkpoint
 small = read_checkpoint(Path(sys.argv[1]))
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

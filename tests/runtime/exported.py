@@ -14,15 +14,15 @@ import torch
 from tests import tiny
 from tfexport.contract import WEIGHTS, AlignmentHeads, Form, ModelSpec
 from tfexport.export import export_bundle
+from tfexport.export._weights import write_weights
 from tfexport.export.config import ExportConfig
 from tfexport.export.decoders.contrib import joint_weights
-from tfexport.export.weights import write_weights
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.ort._cache import FIRST_CAPACITY
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Ids, Mask
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfexport.decode._search import Outcome
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
-from tfexport.decode.search import Outcome
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 

@@ -21,8 +21,8 @@ from tfexport.describe import describe, inspect_path
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
+from tfexport.runtime.ort._providers import PlacementError
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.providers import PlacementError
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions, get, open_session, registered
 from tfexport.verify import VerifyConfig, verify_bundle
 

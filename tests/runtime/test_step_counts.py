@@ -25,9 +25,9 @@ from tfexport.decode.request import check_requests
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
 from tfexport.nn.presets import build_preset
-from tfexport.runtime.ort import contrib
-from tfexport.runtime.ort.contrib import ContribBatch
-from tfexport.runtime.ort.device import OrtDevice
+from tfexport.runtime.ort import _contrib as contrib
+from tfexport.runtime.ort._contrib import ContribBatch
+from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.session import Candidates, Ids
 
 BATCH, NEW_TOKENS, BEAMS = 8, 60, 4

@@ -16,9 +16,9 @@ from tests.runtime.exported import Once, exported, sources
 from tests.runtime.planted import VOCAB, planted, ranked
 from tfexport.contract import Form
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort._device import OrtDevice, OrtGraphs, Step
+from tfexport.runtime.ort._providers import CUDA
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.device import OrtDevice, OrtGraphs, Step
-from tfexport.runtime.ort.providers import CUDA
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Candidates, Session, in_order_of_id
 

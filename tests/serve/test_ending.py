@@ -12,8 +12,8 @@ from tests.serve.served import Hanging, Outcomes, before_steps, engine_threads, 
 from tfexport.decode.loop import Loop
 from tfexport.errors import Draining, TfexportError
 from tfexport.model.model import Model
+from tfexport.serve._scheduler import Scheduler
 from tfexport.serve.engine import Engine
-from tfexport.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

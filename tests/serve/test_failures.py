@@ -16,7 +16,7 @@ import pytest
 from tests.serve.served import ENGINE_THREAD, Hanging, Outcomes, engine_threads, is_idle, serving, text_of, until
 from tfexport.errors import BackendError, EngineFailed, InputError, TfexportError
 from tfexport.model.model import Model
-from tfexport.runtime.ort.contrib import ContribBatch
+from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
@@ -106,7 +106,7 @@ def test_whoever_left_the_queue_hears_of_a_failure_too(
     async def use(engine: Engine) -> None:
         first = engine.submit(texts[3])
         await until(hanging.has_begun)
-        monkeypatch.setattr("tfexport.serve.generation.alternatives", broken)
+        monkeypatch.setattr("tfexport.serve._generation.alternatives", broken)
         options = {"return_alternatives": True, "num_return_sequences": 2}
         asked = [engine.submit(text, **options) for text in texts[:3]]  # type: ignore[arg-type]
         hanging.end()

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from tests.serve.running import Running, eventually, running
-from tfexport.bench.loops import Samples, open_loop, poisson
-from tfexport.bench.server import HttpCaller, http_client
+from tfexport.bench._loops import Samples, open_loop, poisson
+from tfexport.bench._server import HttpCaller, http_client
 from tfexport.generation import DecodeConfig
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ Disturbance = Callable[[Running, str], AbstractContextManager[None]]
 # Posts to a model without end, over 64 connections, whatever the answers are; it gives way to those who are measured.
 FLOOD = """
 import asyncio, os, sys
-from tfexport.bench.server import exchange, http_client
+from tfexport.bench._server import exchange, http_client
 os.nice(19)
 async def post(client, path, text):
     while True:

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from tfexport.errors import BackendError, EngineError
-from tfexport.tensorrt import library as bridge
-from tfexport.tensorrt.config import Target
-from tfexport.tensorrt.cuda import find_gpus
-from tfexport.tensorrt.library import (
+from tfexport.tensorrt import _library as bridge
+from tfexport.tensorrt._library import (
     MAX_ERRORS,
     MAX_MESSAGE,
     MAX_RECORDS,
@@ -29,6 +27,8 @@ from tfexport.tensorrt.library import (
     load_library,
     without_noise,
 )
+from tfexport.tensorrt.config import Target
+from tfexport.tensorrt.cuda import find_gpus
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -91,7 +91,7 @@ def load_elsewhere(folder: Path, target: str) -> str:
     """Load a library in a process where `folder` comes first; return what it prints."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tfexport.tensorrt.library import load_library\n"
+        "from tfexport.tensorrt._library import load_library\n"
         "from tfexport.errors import BackendError\n"
         "try: print(load_library(sys.argv[2]).version)\n"
         "except BackendError as error: print(error)\n"
@@ -117,7 +117,7 @@ def test_a_module_without_its_library_is_told_apart(tmp_path: Path, source: str,
 
 def test_asking_what_is_installed_imports_nothing() -> None:
     code = (
-        "import sys; from tfexport.tensorrt.library import installed_targets; print(installed_targets());"
+        "import sys; from tfexport.tensorrt._library import installed_targets; print(installed_targets());"
         "print({'tensorrt', 'tensorrt_rtx'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

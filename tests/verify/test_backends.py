@@ -31,7 +31,7 @@ from tfexport.runtime.registry import LoadOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
 from tfexport.tensorrt.session import session as backend
 from tfexport.verify import VerifyConfig, verify_bundle
-from tfexport.verify.numbers import compare, random_batches, step_logits
+from tfexport.verify._numbers import compare, random_batches, step_logits
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 FEW = VerifyConfig(samples=8)

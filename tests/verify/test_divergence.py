@@ -13,7 +13,7 @@ from tfexport.decode.result import Hypothesis
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.verify import Decodes, Divergence, Numbers, Report
-from tfexport.verify.decodes import measure_divergence, parting
+from tfexport.verify._decodes import measure_divergence, parting
 
 SOURCES = [[3, 4], [5, 6, 7, 8], [9], [10, 11, 12], [13, 14]] * 3
 

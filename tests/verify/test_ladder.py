@@ -29,8 +29,8 @@ from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
-from tfexport.verify.decodes import compare_decodes, decode_best
-from tfexport.verify.numbers import compare, random_batches, random_sources
+from tfexport.verify._decodes import compare_decodes, decode_best
+from tfexport.verify._numbers import compare, random_batches, random_sources
 
 Make = Callable[[Path], object]
 Change = Callable[[onnx.ModelProto], None]

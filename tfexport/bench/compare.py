@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport._io.strict_json import parse_json
-from tfexport.bench.report import SCHEMA
+from tfexport.bench._report import SCHEMA
 from tfexport.bench.show import grid, number
 from tfexport.errors import BenchError, ConfigError, raise_all, shortened
 

@@ -15,11 +15,11 @@ from typing import Any
 from tfexport._io.extras import extra_command
 from tfexport._io.process import ProcessError, call_in_process
 from tfexport._io.signature import TrustedKeys
+from tfexport.bench._loops import Caller, clock, closed_loop, encoded, random_batches, text_batches
+from tfexport.bench._report import build_result
+from tfexport.bench._server import measure_engine, measure_url
 from tfexport.bench.config import BenchConfig, resolve
-from tfexport.bench.loops import Caller, clock, closed_loop, encoded, random_batches, text_batches
 from tfexport.bench.machine import environment, peak_memory_bytes
-from tfexport.bench.report import build_result
-from tfexport.bench.server import measure_engine, measure_url
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BackendError, BenchError, InputError, ParityError
 from tfexport.model.load import load

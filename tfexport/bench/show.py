@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from tfexport.bench.report import P99_SAMPLES
+from tfexport.bench._report import P99_SAMPLES
 
 WIDTH = 90
 MISSING = "–"

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import ray
 import ray.data
 
+from tfexport.bulk._files import find_place
+from tfexport.bulk._job import Part, Store, prepared
 from tfexport.bulk.config import BulkConfig, Meter, Progress, Summary, need_format
-from tfexport.bulk.files import find_place
-from tfexport.bulk.job import Part, Store, prepared
 from tfexport.bulk.run import Decoder, complete
 from tfexport.bundle.bundle import open_bundle
 from tfexport.config import Config, Ge

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
+from tfexport.bulk._job import NO_TEXT, Part, Store, prepared
 from tfexport.bulk.config import BulkConfig, Meter, Progress, Summary
-from tfexport.bulk.job import NO_TEXT, Part, Store, prepared
 from tfexport.decode.request import check_requests
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig

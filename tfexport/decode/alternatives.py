@@ -9,11 +9,11 @@ from itertools import groupby
 
 import numpy as np
 
-from tfexport.decode.history import History
+from tfexport.decode._history import History
+from tfexport.decode._processors import Processors
+from tfexport.decode._search import is_broken, not_a_number, nothing_left
 from tfexport.decode.loop import check_cancelled
-from tfexport.decode.processors import Processors
 from tfexport.decode.request import Request
-from tfexport.decode.search import is_broken, not_a_number, nothing_left
 from tfexport.decode.stops import Stops
 from tfexport.runtime.session import Floats, Ids, Session, pad_right
 

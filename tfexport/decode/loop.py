@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tfexport.decode.beam import BeamSearch
-from tfexport.decode.greedy import GreedySearch
+from tfexport.decode._beam import BeamSearch
+from tfexport.decode._greedy import GreedySearch
+from tfexport.decode._search import Outcome, Search, forced_alone, settings
 from tfexport.decode.request import Request, Status
-from tfexport.decode.search import Outcome, Search, forced_alone, settings
 from tfexport.errors import Cancelled
 from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, pad_right, rows_of
 
 if TYPE_CHECKING:
-    from tfexport.decode.speculation import Speculation
+    from tfexport.decode._speculation import Speculation
 
 # Sources join several at a time, an eighth of a full batch, to share an encoder run and the binding of buffers.
 JOIN_SHARE = 8
@@ -269,7 +269,7 @@ class _Running:
         if request.config.prompt_lookup_num_tokens is None:
             return None
         if self._speculation is None or self._speculation.request is not request:
-            from tfexport.decode.speculation import Speculation
+            from tfexport.decode._speculation import Speculation
 
             self._speculation = Speculation(request, self._spec)
         return self._speculation

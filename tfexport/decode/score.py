@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfexport._arguments import check_call
+from tfexport.decode._search import is_broken
 from tfexport.decode.loop import check_cancelled
 from tfexport.decode.request import Pair, batches, check_pairs
-from tfexport.decode.search import is_broken
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
 

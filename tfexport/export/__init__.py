@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfexport.export.pipeline import export_bundle as export_bundle
-    from tfexport.export.pipeline import export_module as export_module
+    from tfexport.export._pipeline import export_bundle as export_bundle
+    from tfexport.export._pipeline import export_module as export_module
 
 __all__ = ["export_bundle", "export_module"]
 
@@ -17,4 +17,4 @@ def __getattr__(name: str) -> Any:
     # The pipeline imports every stage.
     if name not in __all__:
         raise AttributeError(f"module 'tfexport.export' has no attribute {name!r}")
-    return getattr(importlib.import_module("tfexport.export.pipeline"), name)
+    return getattr(importlib.import_module("tfexport.export._pipeline"), name)

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from tfexport.export.graph_file import external_weights, load_graph, span, tensor_spec
+from tfexport.export._graph_file import external_weights, load_graph, span, tensor_spec
 
 
 def describe_graph(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxscript import optimizer
 
 from tfexport.errors import GraphError, raise_all, shortened
-from tfexport.export.graph_file import load_graph
+from tfexport.export._graph_file import load_graph
 
 # Fold only computations of shapes; constants up to this size need little memory.
 _FOLDED_ITEMS = 1024

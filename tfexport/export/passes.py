@@ -29,7 +29,7 @@ from tfexport.contract import (
     NUM_CANDIDATES,
 )
 from tfexport.errors import GraphError
-from tfexport.export.graph_file import load_graph
+from tfexport.export._graph_file import load_graph
 
 _CAPACITY = "capacity"
 # Operators between `cache_lengths` and the index of the position table.

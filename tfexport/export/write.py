@@ -30,14 +30,14 @@ from tfexport.contract import (
     reorder_spec,
 )
 from tfexport.errors import BundleError, GraphError, raise_all
+from tfexport.export._graph_file import save_graph
+from tfexport.export._module_probe import traits_of
+from tfexport.export._trace import trace_alignment, trace_decoder, trace_encoder
+from tfexport.export._weights import write_weights
 from tfexport.export.decoders import FORMS, ModuleTraits
 from tfexport.export.decoders.contrib import joint_weights
-from tfexport.export.graph_file import save_graph
-from tfexport.export.module_probe import traits_of
 from tfexport.export.passes import append_selection, separate_lookups
 from tfexport.export.reorder import reorder_model
-from tfexport.export.trace import trace_alignment, trace_decoder, trace_encoder
-from tfexport.export.weights import write_weights
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import load_weights
 from tfexport.precision import FLOAT, Precision

@@ -15,9 +15,9 @@ from torch import Tensor
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
+from tfexport.importing._files import Checkpoint, read_checkpoint, without_prefix
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, Search, detect
-from tfexport.importing.files import Checkpoint, read_checkpoint, without_prefix
 from tfexport.importing.huggingface import Family, as_loaded, families, family_of, read_settings, read_tokens
 from tfexport.importing.huggingface.generation import read_generation
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from tfexport.serve import schemas
+from tfexport.serve import _schemas as schemas
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.http import HANDLERS, Route, Service

@@ -32,12 +32,12 @@ from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copie
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.model.result import Result, result_of
+from tfexport.serve._generation import Generation, num_rows
+from tfexport.serve._in_flight import InFlight, on_loop
+from tfexport.serve._served import MAX_WAITING, Alignments, Served, prepare
+from tfexport.serve._worker import Worker
 from tfexport.serve.config import MAX_S, ServingConfig
-from tfexport.serve.generation import Generation, num_rows
-from tfexport.serve.in_flight import InFlight, on_loop
 from tfexport.serve.observer import Observer, guarded
-from tfexport.serve.served import MAX_WAITING, Alignments, Served, prepare
-from tfexport.serve.worker import Worker
 
 logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "draining", "failed", "stopped"]

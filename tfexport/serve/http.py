@@ -28,12 +28,12 @@ from tfexport.errors import (
     printable,
     shortened,
 )
+from tfexport.serve._schemas import Body
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.inference import Asked, InvalidRequestError, bounded
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
-from tfexport.serve.schemas import Body
 
 logger = logging.getLogger(__name__)
 # Bundles have no versions; clients that require one use this.

@@ -13,9 +13,9 @@ from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError, InputError, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.model.result import Result
+from tfexport.serve._generation import Generation
 from tfexport.serve.config import Limits
 from tfexport.serve.engine import Engine
-from tfexport.serve.generation import Generation
 
 Source: TypeAlias = str | list[int]
 Answer: TypeAlias = Result | Hypothesis

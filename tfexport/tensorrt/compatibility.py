@@ -17,10 +17,10 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.contents import stale_sources
+from tfexport.tensorrt._library import INSTALL, MODULES, NAMED, installed_targets
+from tfexport.tensorrt._manifest import EngineManifest
 from tfexport.tensorrt.config import EngineConfig, Target
 from tfexport.tensorrt.cuda import Gpu, find_gpus
-from tfexport.tensorrt.library import INSTALL, MODULES, NAMED, installed_targets
-from tfexport.tensorrt.manifest import EngineManifest
 
 # Options of `tfexport trt` whose name differs from the field's.
 _OPTIONS = {

@@ -23,13 +23,13 @@ from tfexport.contract import ENCODER, REORDER, ModelSpec
 from tfexport.export.describe import weight_bytes
 from tfexport.export.memory import activation_bytes
 from tfexport.precision import FLOAT
+from tfexport.tensorrt._library import load_library
+from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.build.builder import build_engine, builder_flags
 from tfexport.tensorrt.build.network import Graph, check_contract, parse_graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resolve
 from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, EngineLimits, Profile, engine_key
 from tfexport.tensorrt.cuda import find_gpus
-from tfexport.tensorrt.library import load_library
-from tfexport.tensorrt.manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.store import add_engine
 
 _BOUNDS = ("min", "opt", "max")

@@ -7,7 +7,7 @@ Each engine is a folder that is replaced atomically:
         engine.json.sig        signature of the manifest, optional
         encoder.plan           one plan per graph; size and sha256 are in engine.json
         build.log              messages of the library during the build
-        kernels/               kernels compiled by TensorRT-RTX, see `tfexport.tensorrt.kernels`
+        kernels/               kernels compiled by TensorRT-RTX, see `tfexport.tensorrt._kernels`
 
 The folder name contains target, form, precision and weight type.
 """
@@ -31,9 +31,9 @@ from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.contents import EngineFiles, recover_kernels
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import BundleError, EngineError, raise_all
+from tfexport.tensorrt._library import Library, Log, load_library
+from tfexport.tensorrt._manifest import EngineManifest
 from tfexport.tensorrt.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
-from tfexport.tensorrt.library import Library, Log, load_library
-from tfexport.tensorrt.manifest import EngineManifest
 
 _REMEDY = "copy it again from its source or build it again with tfexport trt"
 

@@ -17,8 +17,8 @@ from tests.export.test_protocol import made
 from tfexport.contract import ModelSpec
 from tfexport.errors import GraphError
 from tfexport.export import write
+from tfexport.export._module_probe import traits_of
 from tfexport.export.decoders.contrib import CONTRIB, joint_weights
-from tfexport.export.module_probe import traits_of
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.precision import Precision

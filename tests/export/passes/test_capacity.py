@@ -21,11 +21,11 @@ from tfexport.export.passes import fix_capacity
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.precision import FLOAT, Precision
+from tfexport.tensorrt._library import load_library
+from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.build.builder import build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.build.profiles import make_profiles
 from tfexport.tensorrt.config import EngineConfig
-from tfexport.tensorrt.library import load_library
 
 ROWS, SOURCE, HEADS, WIDTH, LAYERS = 3, 5, 4, 32, 2
 

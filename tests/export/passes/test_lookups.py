@@ -11,9 +11,9 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from tfexport.export.graph_file import span
+from tfexport.export._graph_file import span
+from tfexport.export._weights import write_weights
 from tfexport.export.passes import separate_lookups
-from tfexport.export.weights import write_weights
 
 ROWS, WIDTH = 7, 4
 TABLE = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -24,12 +24,12 @@ from tfexport.model.model import Model
 from tfexport.nn.directory import load_weights
 from tfexport.nn.eager import EagerModel
 from tfexport.runtime.eager import full_outputs
+from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.device import OrtDevice
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Candidates, Session, pad_right
 from tfexport.text.tokenizer import Tokenizer
-from tfexport.verify.numbers import compare, random_batches, step_logits
+from tfexport.verify._numbers import compare, random_batches, step_logits
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 WAYS = {

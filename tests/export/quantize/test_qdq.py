@@ -26,14 +26,14 @@ from tfexport.model.model import Model
 from tfexport.nn.directory import load_weights
 from tfexport.precision import WeightType
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.device import OrtDevice
 from tfexport.runtime.registry import Graphs
+from tfexport.tensorrt._library import load_library
+from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.build.builder import build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.build.profiles import make_profiles
 from tfexport.tensorrt.config import EngineConfig
-from tfexport.tensorrt.library import load_library
 from tfexport.text.tokenizer import Tokenizer
 
 Once = Callable[[str, Callable[[Path], object]], Path]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from tfexport.export.quantize.rounding import BLOCK, Rounded, round_blocks, round_matrix
+from tfexport.export.quantize._rounding import BLOCK, Rounded, round_blocks, round_matrix
 from tfexport.precision import WeightType
 
 FLOAT = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}

@@ -17,7 +17,7 @@ from models.from_scratch.numbered_blocks import NumberedBlocks
 from models.from_scratch.pieces import HEADS, SOURCE, TARGET
 from tests.importing.selfmade import SELFMADE
 from tfexport.errors import CheckpointError
-from tfexport.importing.detect.draft import drafts
+from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.layout.apply import apply_layout, possible_heads
 from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_layout, render_layout

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.from_scratch.parts import HEADS, LENGTH, SOURCE, TARGET, D, Tree, attend, causal
 from tfexport.errors import CheckpointError
-from tfexport.importing.detect.draft import drafts
+from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.search import Budget, detect
 from tfexport.importing.layout.apply import apply_layout
 from tfexport.importing.layout.layout import parse_layout, render_layout

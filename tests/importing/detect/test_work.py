@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.importing.detect.test_match import made
 from tests.importing.selfmade import SELFMADE
 from tfexport.errors import CheckpointError
-from tfexport.importing.detect.draft import drafts
+from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import fits_names

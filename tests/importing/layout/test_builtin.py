@@ -23,8 +23,8 @@ from models.from_scratch.notebook_004 import Notebook004
 from tests import tiny
 from tfexport.errors import CheckpointError, ParityError
 from tfexport.export.config import ExportConfig
+from tfexport.importing._files import read_checkpoint
 from tfexport.importing.config import ImportConfig
-from tfexport.importing.files import read_checkpoint
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names
 from tfexport.importing.layout.layout import Layout, Value, builtin_layouts

@@ -16,8 +16,8 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.test_docs import blocks
 from tfexport.errors import CheckpointError, ConfigError
+from tfexport.importing.layout._grammar import Found, evaluate, matches, rule
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
-from tfexport.importing.layout.grammar import Found, evaluate, matches, rule
 from tfexport.importing.layout.layout import (
     Layout,
     builtin_layouts,

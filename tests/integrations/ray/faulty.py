@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.decode.loop import Loop
-from tfexport.integrations.ray.arguments import Arguments
-from tfexport.integrations.ray.replica import Replica, deployment_of
+from tfexport.integrations.ray._arguments import Arguments
+from tfexport.integrations.ray._replica import Replica, deployment_of
 
 
 class Faulty(Replica):

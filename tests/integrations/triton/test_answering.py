@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tfexport.errors import TfexportError
-from tfexport.integrations.triton.requests import Answering, EngineThread, as_array, read_request
+from tfexport.integrations.triton._requests import Answering, EngineThread, as_array, read_request
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.serve.config import Limits, ServingConfig

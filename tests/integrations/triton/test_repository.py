@@ -21,7 +21,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
 from tfexport.errors import BundleError, ConfigError
 from tfexport.generation import DecodeConfig
-from tfexport.integrations.triton.config import Settings
+from tfexport.integrations.triton._config import Settings
 from tfexport.integrations.triton.repository import SEAL, write_repository
 from tfexport.serve.config import Limits, ServingConfig
 

@@ -14,10 +14,10 @@ from tests.runtime.exported import LONG, Once, exported, ort_session, sources
 from tfexport.contract import REORDER
 from tfexport.errors import BundleError, InputError
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, _DeviceBuffers, _HostBuffers
+from tfexport.runtime.ort._concat import ConcatBatch
+from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers, _DeviceBuffers, _HostBuffers
-from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Batch, Candidates, Ids, close_up, pad_right
 

@@ -25,9 +25,9 @@ from tfexport.generation import DecodeConfig
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort._cache import FIRST_CAPACITY
+from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.contrib import ContribBatch
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Batch, Candidates, Ids, Limits, Mask, MultiStep, Session
 

@@ -26,9 +26,9 @@ from tfexport.export.reorder import reorder_graph
 from tfexport.model.load import load
 from tfexport.nn.config import model_spec
 from tfexport.precision import FLOAT, Precision
-from tfexport.runtime.ort.cache import FIRST_CAPACITY, _DeviceBuffers, _HostBuffers
-from tfexport.runtime.ort.device import ELEMENT_TYPE, ITEM_BYTES, OrtDevice, RowGather
-from tfexport.runtime.ort.providers import (
+from tfexport.runtime.ort._cache import FIRST_CAPACITY, _DeviceBuffers, _HostBuffers
+from tfexport.runtime.ort._device import ELEMENT_TYPE, ITEM_BYTES, OrtDevice, RowGather
+from tfexport.runtime.ort._providers import (
     CUDA,
     PROVIDERS,
     PlacementError,
@@ -36,7 +36,7 @@ from tfexport.runtime.ort.providers import (
     misplaced,
     prepare_cuda,
 )
-from tfexport.runtime.ort.static import StaticBatch
+from tfexport.runtime.ort._static import StaticBatch
 
 SPEC = model_spec(tiny.VARIANTS["post"], "fp32")
 NO_GPU = driver_problem()

@@ -13,7 +13,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tfexport.errors import BackendError
 from tfexport.runtime.ort import int8_products
-from tfexport.runtime.ort.device import OrtDevice
+from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.ort.int8_products import EXPECTED, INPUTS, OUTPUTS, PROBE, int8_session_options
 
 BLOCK = 32

@@ -19,12 +19,12 @@ from tfexport.contract import Form
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.nn.transformer import Transformer
-from tfexport.runtime.ort import contrib
+from tfexport.runtime.ort import _contrib as contrib
+from tfexport.runtime.ort._cache import RowBuffers, _HostBuffers
+from tfexport.runtime.ort._concat import ConcatBatch
+from tfexport.runtime.ort._device import MAX_SCORES, RUN_TOKENS, encoder_runs
+from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.cache import RowBuffers, _HostBuffers
-from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.device import MAX_SCORES, RUN_TOKENS, encoder_runs
-from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Ids, Mask
 

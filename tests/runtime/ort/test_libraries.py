@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from tfexport.runtime.ort.providers import load_libraries, needed, where_looked
+from tfexport.runtime.ort._providers import load_libraries, needed, where_looked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads libraries of Linux")
 

@@ -15,9 +15,9 @@ from tfexport.errors import GraphError, InputError
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.ort._cache import FIRST_CAPACITY
+from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.contrib import ContribBatch
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Ids, Verifies
 

@@ -13,8 +13,8 @@ import pytest
 from tests.serve.http.served import Served, serving
 from tfexport.model.load import load
 from tfexport.model.model import Model
+from tfexport.serve._served import MAX_WAITING
 from tfexport.serve.config import HttpConfig
-from tfexport.serve.served import MAX_WAITING
 
 SOURCE, TARGET = "Dienstag, 3. März 2026", "2026-03-03"
 

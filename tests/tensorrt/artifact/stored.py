@@ -14,11 +14,11 @@ from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import ModelSpec, decoder_graph, encoder_graph, key_value_names, reorder_spec
-from tfexport.tensorrt.build.profiles import make_profiles
+from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
+from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.compatibility import Machine
 from tfexport.tensorrt.config import EngineConfig, EngineLimits, engine_key
 from tfexport.tensorrt.cuda import Gpu
-from tfexport.tensorrt.manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.store import add_engine
 
 PLANS = {"encoder": b"encoder plan", "decoder_static": b"decoder plan", "reorder": b"reorder plan"}

@@ -20,8 +20,8 @@ from tests.tensorrt.artifact.stored import L4
 from tfexport._io import atomic
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import EngineError
-from tfexport.tensorrt import kernels
-from tfexport.tensorrt.kernels import KernelStore
+from tfexport.tensorrt import _kernels as kernels
+from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.store import open_engine
 
 SUMS = {"encoder": "1" * 64, "decoder_static": "2" * 64}

@@ -15,8 +15,8 @@ from tests.tensorrt.artifact import stored
 from tfexport._io.sealed_json import render
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BundleError, ConfigError
+from tfexport.tensorrt._manifest import EngineManifest
 from tfexport.tensorrt.config import EngineConfig, ShapeRange, engine_key
-from tfexport.tensorrt.manifest import EngineManifest
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from tests.tensorrt.engine_graphs import add, attention, cache_update, kernels, 
 from tfexport.bundle.manifest import Manifest
 from tfexport.errors import EngineError
 from tfexport.export.passes import fix_capacity
+from tfexport.tensorrt._library import Library, load_library
+from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.build.builder import SerializedEngine, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
-from tfexport.tensorrt.build.profiles import make_profiles
 from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, Profile, ShapeRange
 from tfexport.tensorrt.cuda import find_gpus
-from tfexport.tensorrt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
 

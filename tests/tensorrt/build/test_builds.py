@@ -28,11 +28,11 @@ from tfexport.nn.directory import save_model
 from tfexport.nn.presets import PRESETS, preset
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import Precision
+from tfexport.tensorrt._library import Library, load_library
+from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.build.builder import SerializedEngine, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.build.profiles import make_profiles
 from tfexport.tensorrt.config import EngineConfig, decoder_plans, default_capacities
-from tfexport.tensorrt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
 

@@ -15,8 +15,8 @@ from tests.tensorrt.engine_graphs import CAPACITY, HEADS, WIDTH, add, attention,
 from tfexport.contract import GraphSpec, TensorSpec
 from tfexport.errors import EngineError
 from tfexport.export.passes import fix_capacity
+from tfexport.tensorrt._library import Library, load_library
 from tfexport.tensorrt.build.network import Graph, Network, Tensor, _causal_problem, check_contract, parse_graph
-from tfexport.tensorrt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
 

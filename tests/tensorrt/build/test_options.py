@@ -10,9 +10,9 @@ import pytest
 
 from tests.tensorrt.artifact.stored import L4
 from tfexport.errors import EngineError
+from tfexport.tensorrt._library import PORTABLE, Library, Logger, load_library
 from tfexport.tensorrt.build.builder import apply_options, builder_flags, resolve_options
 from tfexport.tensorrt.config import EngineConfig
-from tfexport.tensorrt.library import PORTABLE, Library, Logger, load_library
 
 pytest.importorskip("tensorrt_rtx")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tfexport.contract import Form, ModelSpec, TokenIds, decoder_graph, encoder_graph
 from tfexport.errors import ConfigError
-from tfexport.tensorrt.build.profiles import Profiles, make_profiles
+from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, EngineLimits, ShapeRange
 
 SPEC = ModelSpec(

@@ -15,9 +15,9 @@ from tests.tensorrt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle
 from tfexport.contract import GraphEntry, graph_contract
 from tfexport.errors import ConfigError, EngineError
+from tfexport.tensorrt._library import Library, load_library
 from tfexport.tensorrt.build.resolve import resolve
 from tfexport.tensorrt.config import EngineConfig
-from tfexport.tensorrt.library import Library, load_library
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 

@@ -14,7 +14,7 @@ from tests.tensorrt.session.trt_double import DoubleSession, trt_session
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import DECODER, ENCODER, Form, ModelSpec
 from tfexport.runtime.session import pad_right
-from tfexport.tensorrt.session.batch import TrtBatch
+from tfexport.tensorrt.session._batch import TrtBatch
 
 SOURCES = 24
 

@@ -16,7 +16,7 @@ from tests.tensorrt.session.trt_double import DoubleSession
 from tfexport.contract import Form, key_value_names
 from tfexport.errors import InputError
 from tfexport.runtime.session import Candidates, close_up, pad_right
-from tfexport.tensorrt.session.batch import TrtBatch
+from tfexport.tensorrt.session._batch import TrtBatch
 
 
 @dataclass

@@ -10,8 +10,8 @@ import pytest
 
 from tests.tensorrt.cuda_double import CudaDouble
 from tfexport.contract import CACHE_LENGTHS, CANDIDATE_IDS, TARGET_IDS, ModelSpec, TokenIds
-from tfexport.tensorrt.session.resources import part
-from tfexport.tensorrt.session.step import SURE_AFTER, OverlappedStep, Sizes, StepIO
+from tfexport.tensorrt.session._resources import part
+from tfexport.tensorrt.session._step import SURE_AFTER, OverlappedStep, Sizes, StepIO
 
 TOKENS = TokenIds(pad=0, start=1, eos=2)
 SIZES = {"source_vocab": 9, "vocab": 9, "d_model": 4, "layers": 1, "heads": 1, "head_dim": 4, "value_dim": 4}

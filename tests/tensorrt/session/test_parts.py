@@ -15,7 +15,7 @@ from tests.tensorrt.session.trt_double import MODULE, FakeContext, FakeEngine, R
 from tfexport.contract import CACHE, ORDER, REORDER, REORDERED
 from tfexport.errors import BackendError
 from tfexport.tensorrt.cuda import Cuda
-from tfexport.tensorrt.session.cache import BatchLayout
+from tfexport.tensorrt.session._cache import BatchLayout
 
 
 @given(data=st.data(), width=st.integers(1, 3), size=st.integers(1, 12))

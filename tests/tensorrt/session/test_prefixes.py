@@ -18,7 +18,7 @@ from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.session import Session, pad_right
-from tfexport.tensorrt.build.profiles import PREFIX_PIECE
+from tfexport.tensorrt.build._profiles import PREFIX_PIECE
 
 # Around one piece and two of them, and many.
 LENGTHS = (1, 15, 16, 17, 31, 33, 100)

@@ -20,12 +20,12 @@ from tfexport.contract import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER,
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
+from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
-from tfexport.tensorrt.kernels import KernelStore
-from tfexport.tensorrt.session.replica import MAX_FREE_REPLICAS
+from tfexport.tensorrt.session._replica import MAX_FREE_REPLICAS
+from tfexport.tensorrt.session._step import FOUND
 from tfexport.tensorrt.session.session import TrtSession
-from tfexport.tensorrt.session.step import FOUND
 
 FORMS: tuple[Form, ...] = ("static", "concat")
 

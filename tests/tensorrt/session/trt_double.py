@@ -34,10 +34,10 @@ from tfexport.contract import (
     reorder_spec,
 )
 from tfexport.export.reorder import reorder_graph
-from tfexport.tensorrt.build.profiles import make_profiles
+from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, decoder_plans
-from tfexport.tensorrt.kernels import KernelStore
-from tfexport.tensorrt.session.resources import ITEM_BYTES
+from tfexport.tensorrt.session._resources import ITEM_BYTES
 from tfexport.tensorrt.session.session import TrtSession
 
 Shape = tuple[int, ...]

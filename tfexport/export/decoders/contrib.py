@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tfexport.contract import ENCODER_CONTRIB
-from tfexport.export.decoders.form import SUPPORTED, DecoderForm, ModuleTraits, unsupported
+from tfexport.export.decoders._form import SUPPORTED, DecoderForm, ModuleTraits, unsupported
 from tfexport.export.passes import join_products
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import KeyValue

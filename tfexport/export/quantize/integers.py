@@ -21,8 +21,7 @@ from safetensors.numpy import save_file
 
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, Form, GraphEntry, Quantization
 from tfexport.errors import BundleError, GraphError
-from tfexport.export.decoders import FORMS, ModuleTraits
-from tfexport.export.graph_file import (
+from tfexport.export._graph_file import (
     Span,
     check_weights,
     external_weights,
@@ -33,8 +32,9 @@ from tfexport.export.graph_file import (
     span,
     tensor_spans,
 )
-from tfexport.export.quantize.linear import LEAST_WEIGHTS, LinearMap, linear_maps, lookups
-from tfexport.export.quantize.rounding import round_blocks, round_matrix
+from tfexport.export.decoders import FORMS, ModuleTraits
+from tfexport.export.quantize._linear import LEAST_WEIGHTS, LinearMap, linear_maps, lookups
+from tfexport.export.quantize._rounding import round_blocks, round_matrix
 from tfexport.nn.config import TransformerConfig
 
 # How a weight is stored: unchanged, in blocks of 8 or 4 bits, or in 8 bits with one scale per output.

@@ -15,7 +15,7 @@ from onnxscript.version_converter import convert_version
 
 from tfexport.contract import QUANTIZED_WEIGHTS, GraphEntry
 from tfexport.errors import GraphError, first_line
-from tfexport.export.graph_file import (
+from tfexport.export._graph_file import (
     Span,
     check_weights,
     external_weights,
@@ -25,8 +25,8 @@ from tfexport.export.graph_file import (
     save_graph,
     span,
 )
-from tfexport.export.quantize.linear import LEAST_WEIGHTS, only_linear
-from tfexport.export.quantize.rounding import BLOCK, round_matrix
+from tfexport.export.quantize._linear import LEAST_WEIGHTS, only_linear
+from tfexport.export.quantize._rounding import BLOCK, round_matrix
 from tfexport.precision import FORMATS, WeightType
 
 _IR_VERSION = 10  # the version of opset 21

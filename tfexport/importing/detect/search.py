@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tfexport.errors import CheckpointError, ConfigError, ParityError
 from tfexport.importing.config import ImportConfig
-from tfexport.importing.detect.draft import drafts
+from tfexport.importing.detect._draft import drafts
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, possible_heads
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.layout.sizes import Switches, configured, options, with_switches

@@ -11,7 +11,7 @@ from tfexport._io.names import CONFIG
 from tfexport.contract import TokenIds
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.generation import LENGTHS, GenerationDefaults
-from tfexport.importing.files import GENERATION_CONFIG
+from tfexport.importing._files import GENERATION_CONFIG
 
 _OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
 # Unsupported options that change the text, with their neutral values.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfexport.config import MAX_SIZE
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
-from tfexport.importing.layout.grammar import Match, Names, matches
+from tfexport.importing.layout._grammar import Match, Names, matches
 from tfexport.importing.layout.layout import SIDES, Derived, Layout, override, parse_derived, parse_line, parse_post
 from tfexport.importing.layout.ops import Context, Step, run, sinusoid
 from tfexport.importing.layout.sizes import (

@@ -20,7 +20,7 @@ import yaml
 
 from tfexport._io.strict_json import MAX_CONFIG_BYTES, plain_problem
 from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.importing.layout.grammar import Rule, names_in, rule
+from tfexport.importing.layout._grammar import Rule, names_in, rule
 from tfexport.importing.layout.ops import OPERATIONS, SINUSOIDS, Step, parse_step
 from tfexport.nn.switches import SWITCHES, Switch, Value
 

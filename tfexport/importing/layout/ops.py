@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tfexport.errors import CheckpointError, ConfigError
-from tfexport.importing.layout.grammar import Names, evaluate, names_in
+from tfexport.importing.layout._grammar import Names, evaluate, names_in
 
 SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper", "columns")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfexport.contract import TokenIds
 from tfexport.errors import ConfigError
-from tfexport.importing.layout.grammar import evaluate
+from tfexport.importing.layout._grammar import evaluate
 from tfexport.importing.layout.layout import SIDES, Layout, override, parse_derived
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.meta import on_meta

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tfexport.errors import ConfigError
-from tfexport.importing.files import FileSum
+from tfexport.importing._files import FileSum
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.layout.sizes import configured, options
 from tfexport.importing.reference.compare import Comparator, Comparison, check_fits, tolerance

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tfexport._io.atomic import whole_file
 from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
-from tfexport.importing.files import FileSum, snapshot, tensor_problems
+from tfexport.importing._files import FileSum, snapshot, tensor_problems
 from tfexport.importing.reference.texts import Texts, record_texts
 from tfexport.importing.reference.weights import randomise, tensor_sums
 from tfexport.text.config import TextConfig

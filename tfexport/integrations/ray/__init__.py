@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tfexport.integrations.ray.arguments import Arguments
+from tfexport.integrations.ray._arguments import Arguments
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -24,7 +24,7 @@ def app(arguments: Mapping[str, Any]) -> Application:
     Raises:
         ConfigError: lists every argument that is unknown, missing or invalid.
     """
-    from tfexport.integrations.ray.replica import deployment_of
+    from tfexport.integrations.ray._replica import deployment_of
 
     found = Arguments.read(arguments)
     return deployment_of(found).bind(found)

@@ -26,8 +26,8 @@ from tfexport.errors import (
     QueueFull,
     TfexportError,
 )
-from tfexport.integrations.triton.config import BUNDLE, Settings
-from tfexport.integrations.triton.requests import Answering, EngineThread, as_array, read_request
+from tfexport.integrations.triton._config import BUNDLE, Settings
+from tfexport.integrations.triton._requests import Answering, EngineThread, as_array, read_request
 from tfexport.serve.inference import Tensor, bounded
 
 MAX_STREAM_BUFFER = 1_000_000

@@ -29,7 +29,7 @@ from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.contents import own_names
 from tfexport.config import read_as
 from tfexport.errors import BundleError, ConfigError, raise_all
-from tfexport.integrations.triton.config import BUNDLE, VERSION, Settings, describe
+from tfexport.integrations.triton._config import BUNDLE, VERSION, Settings, describe
 from tfexport.serve.config import Limits, ServingConfig
 
 SEAL = "tfexport.json"

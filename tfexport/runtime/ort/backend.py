@@ -37,11 +37,11 @@ from tfexport.errors import BackendError, BundleError
 from tfexport.precision import FLOAT, Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedBatch
 from tfexport.runtime.cpu import Threads, choose_threads
-from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.contrib import ContribBatch
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
-from tfexport.runtime.ort.providers import PROVIDERS, PlacementError
-from tfexport.runtime.ort.static import StaticBatch
+from tfexport.runtime.ort._concat import ConcatBatch
+from tfexport.runtime.ort._contrib import ContribBatch
+from tfexport.runtime.ort._device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
+from tfexport.runtime.ort._providers import PROVIDERS, PlacementError
+from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
 

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 
 from tfexport.decode.result import FinishReason
 from tfexport.model.result import Result
+from tfexport.serve._schemas import Completion
 from tfexport.serve.http import EventStream, RequestError, event, service_of, while_connected
 from tfexport.serve.inference import DECODING, Asked, arguments, submit, submit_all
-from tfexport.serve.schemas import Completion
 
 # Names of decoding options in the APIs of OpenAI and vLLM.
 _NAMES = {

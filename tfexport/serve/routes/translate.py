@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from tfexport.errors import shortened
 from tfexport.model.result import Result
+from tfexport.serve._schemas import TranslateRequest
 from tfexport.serve.http import RequestError, Service, service_of, while_connected
 from tfexport.serve.inference import arguments, submit_all
-from tfexport.serve.schemas import TranslateRequest
 
 
 async def translate(request: Request, data: TranslateRequest) -> Response:

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response
 from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 from tfexport.model.model import Model
 from tfexport.runtime.session import Aligns
+from tfexport.serve._schemas import TokensRequest
 from tfexport.serve.engine import Engine
 from tfexport.serve.http import RequestError, service_of
-from tfexport.serve.schemas import TokensRequest
 from tfexport.text.tokenizer import Tokenizer
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -21,7 +21,8 @@ from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError
 from tfexport.model.model import Model
 from tfexport.model.result import Result
-from tfexport.serve import inference, schemas
+from tfexport.serve import _schemas as schemas
+from tfexport.serve import inference
 from tfexport.serve.http import (
     JSON_LENGTH,
     VERSION,

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from tfexport._io.atomic import whole_file
 from tfexport.errors import EngineError, TfexportError, raise_all
+from tfexport.tensorrt._library import PORTABLE, Library, load_library
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
 from tfexport.tensorrt.config import EngineConfig, Profile, Shape, Target
 from tfexport.tensorrt.cuda import Gpu, need_gpu
-from tfexport.tensorrt.library import PORTABLE, Library, load_library
 
 MIB = 1024 * 1024
 # A timing cache of a large network has a few megabytes.

@@ -12,8 +12,8 @@ from typing import Any
 from tfexport._io.extras import install_command
 from tfexport.contract import GraphSpec
 from tfexport.errors import EngineError, raise_all
+from tfexport.tensorrt._library import Library, Log, without_noise
 from tfexport.tensorrt.config import Shape
-from tfexport.tensorrt.library import Library, Log, without_noise
 
 
 @dataclass(frozen=True)

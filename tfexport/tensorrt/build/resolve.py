@@ -25,12 +25,12 @@ from tfexport.errors import ConfigError, EngineError, raise_all
 from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.export.reorder import reorder_graph
+from tfexport.tensorrt._library import Library
+from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.build.builder import resolve_options
 from tfexport.tensorrt.build.network import Graph
-from tfexport.tensorrt.build.profiles import Profiles, make_profiles
 from tfexport.tensorrt.config import EngineConfig, decoder_plans
 from tfexport.tensorrt.cuda import Gpu
-from tfexport.tensorrt.library import Library
 
 T = TypeVar("T")
 

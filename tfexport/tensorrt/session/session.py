@@ -22,14 +22,14 @@ from tfexport.precision import Accuracy, WeightType
 from tfexport.runtime.checked import CheckedSession
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session
+from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.config import EngineLimits, decoder_plans
 from tfexport.tensorrt.cuda import Cuda, need_gpu
-from tfexport.tensorrt.kernels import KernelStore
-from tfexport.tensorrt.library import Library
-from tfexport.tensorrt.session.batch import TrtBatch, check_limit
-from tfexport.tensorrt.session.engine import Engine
-from tfexport.tensorrt.session.replica import ReplicaPool
-from tfexport.tensorrt.session.resources import EngineSet
+from tfexport.tensorrt.session._batch import TrtBatch, check_limit
+from tfexport.tensorrt.session._engine import Engine
+from tfexport.tensorrt.session._replica import ReplicaPool
+from tfexport.tensorrt.session._resources import EngineSet
 from tfexport.tensorrt.store import load_engine
 
 

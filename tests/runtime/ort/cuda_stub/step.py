@@ -15,8 +15,8 @@ import onnxruntime as ort
 from tests.runtime.ort.cuda_stub.build import CORE, NAMES
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import Form
+from tfexport.runtime.ort._providers import CUDA
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.ort.providers import CUDA
 from tfexport.runtime.registry import Graphs
 
 SOURCE_LENGTH = 8

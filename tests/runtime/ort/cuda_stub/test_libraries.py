@@ -10,13 +10,13 @@ import pytest
 
 from tests.runtime.ort.cuda_stub.build import CORE, PROVIDER
 from tests.runtime.ort.cuda_stub.conftest import StubGpu
-from tfexport.runtime.ort.providers import needed
+from tfexport.runtime.ort._providers import needed
 
 OPEN = """
 import sys
 sys.path += sys.argv[1:]
 from tfexport.errors import BackendError
-from tfexport.runtime.ort.providers import prepare_cuda
+from tfexport.runtime.ort._providers import prepare_cuda
 try:
     prepare_cuda()
 except BackendError as error:
@@ -39,7 +39,7 @@ def toolkit(gpu: StubGpu) -> list[str]:
 
 def absent(gpu: StubGpu, libraries: Path) -> list[str]:
     """Return those of the toolkit that this machine has not got; skip where it has all."""
-    look = "import sys; from tfexport.runtime.ort import providers as l; print(*l.load_libraries(sys.argv[1:]))"
+    look = "import sys; from tfexport.runtime.ort import _providers as l; print(*l.load_libraries(sys.argv[1:]))"
     found = gpu.run("-c", look, *toolkit(gpu), libraries=libraries).stdout.split()
     if not found:
         pytest.skip("the CUDA toolkit is installed, so nothing is missing")

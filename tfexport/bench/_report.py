@@ -1,0 +1,215 @@
+"""Build a JSON report from samples, with the metric names of AIPerf."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfexport.bench._loops import Samples
+from tfexport.bench.config import BenchConfig, Cell
+
+SCHEMA = "tfexport.bench/2"
+Metric = dict[str, Any]
+PERCENTILES = (50, 90, 95, 99)
+# With fewer samples, the 99th percentile depends on only a few of them.
+P99_SAMPLES = 1000
+STABLE_WITHIN, STABLE_WINDOWS = 0.10, 3
+_BINS = 40
+_UNSEEN = "not seen from outside the server"
+
+
+def build_result(
+    config: BenchConfig,
+    found: Sequence[dict[str, Any]],
+    about: dict[str, Any],
+    parity: dict[str, Any],
+) -> dict[str, Any]:
+    """Build a report from the result of `measure` in each process.
+
+    Args:
+        config: with all sizes resolved.
+        found: the results.
+        about: `bundle`, `input` and `environment` of the report.
+        parity: `passed` and `source` of the report.
+
+    Returns:
+        The report; its `metrics` are those of the processes and of the cell with the highest token throughput.
+    """
+    cells = [
+        _cell(config, cell, [Samples.from_dict(process["cells"][index]) for process in found])
+        for index, cell in enumerate(config.cells)
+    ]
+    process = _process_metrics(found)
+    best = max(range(len(cells)), key=lambda index: cells[index]["metrics"]["output_token_throughput"]["value"])
+    reasons = _doubts(cells, parity)
+    return {
+        "schema": SCHEMA,
+        "bundle": about["bundle"],
+        "scenario": config.scenario,
+        "settings": {**settings(config), "backend": found[0]["backend"], "input": about["input"]},
+        "parity": parity,
+        "environment": about["environment"],
+        "validity": {"valid": not reasons, "reasons": reasons},
+        "best_cell": best,
+        "metrics": {**cells[best]["metrics"], **process},
+        "cells": cells,
+    }
+
+
+def settings(config: BenchConfig) -> dict[str, Any]:
+    """Return the settings of a report, without paths of secrets."""
+    found = config.to_dict()
+    del found["scenario"], found["token_file"], found["trusted_keys"]
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in found.items()}
+
+
+def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str, Any]:
+    is_server = config.scenario == "server"
+    return {
+        **dataclasses.asdict(cell),
+        "metrics": cell_metrics(runs) | (_server_metrics(runs, config.goal_ms) if is_server else {}),
+        "stable": all(is_stable(run.windows) for run in runs),
+        "windows": [run.windows.tolist() for run in runs],
+        "unserved": sum(run.unserved for run in runs),
+        "time_split": time_split(runs),
+        "latency_histogram": histogram([run.latency_s for run in runs]),
+    }
+
+
+def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
+    reasons = []
+    if not parity["passed"]:
+        reasons.append("parity was not verified")
+    unstable = sum(not cell["stable"] for cell in cells)
+    if unstable:
+        where = f"in {unstable} of {len(cells)} cells " if len(cells) > 1 else ""
+        reasons.append(f"unstable: {where}the last three windows differ by more than 10 % from their mean")
+    if unserved := sum(cell["unserved"] for cell in cells):
+        reasons.append(f"overloaded: {unserved} requests had no answer when the run was cancelled")
+    if refused := sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"]):
+        reasons.append(f"overloaded: {refused} requests were refused")
+    return reasons
+
+
+# ---- metrics
+
+
+def value(number: float | None, unit: str, per_process: Sequence[float] = (), note: str = "") -> Metric:
+    """Return a metric of one number, with the numbers of each process."""
+    found: Metric = {"unit": unit, "value": number}
+    if per_process:
+        found["per_process"] = list(per_process)
+    return found | ({"note": note} if note else {})
+
+
+def distribution(samples: Sequence[Sequence[float]]) -> Metric:
+    """Convert seconds of all processes to a metric in ms; p99 needs 1,000 samples."""
+    pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
+    names = [f"p{percent}" for percent in PERCENTILES]
+    if not pooled.size:
+        empty = dict.fromkeys(("avg", "min", "max", "std", *names))
+        return {"unit": "ms", **empty, "count": 0, "per_process": [], "note": "no samples"}
+    found: Metric = {
+        "unit": "ms",
+        "avg": float(pooled.mean()),
+        "min": float(pooled.min()),
+        "max": float(pooled.max()),
+        "std": float(pooled.std()),
+        **dict(zip(names, map(float, np.percentile(pooled, PERCENTILES)), strict=True)),
+        "count": pooled.size,
+        "per_process": [float(np.median(values)) * 1e3 for values in samples if len(values)],
+    }
+    if pooled.size < P99_SAMPLES:
+        found |= {"p99": None, "note": f"p99 needs {P99_SAMPLES:,} samples, there are {pooled.size:,}"}
+    return found
+
+
+def cell_metrics(runs: Sequence[Samples]) -> dict[str, Metric]:
+    """Return the metrics of one cell from the samples of each process."""
+    sequences, source_tokens = sum(run.sequences for run in runs), sum(run.source_tokens for run in runs)
+    length = source_tokens / sequences if source_tokens else None
+    return {
+        "time_to_first_token": distribution([run.first_token_s for run in runs]),
+        "inter_token_latency": distribution([run.per_token_s for run in runs]),
+        "request_latency": distribution([run.latency_s for run in runs]),
+        "output_token_throughput": _rate([run.tokens for run in runs], runs, "tokens/sec"),
+        "request_throughput": _rate([run.sequences for run in runs], runs, "requests/sec"),
+        "encode_time": distribution([run.encode_s for run in runs]),
+        "step_time": distribution([run.step_s for run in runs]),
+        "input_sequence_length": value(length, "tokens", note="" if length else _UNSEEN),
+        "output_sequence_length": value(sum(run.tokens for run in runs) / sequences, "tokens"),
+        "request_count": value(sequences, "requests"),
+        "benchmark_duration": value(sum(run.elapsed_s for run in runs), "sec"),
+    }
+
+
+def _rate(counts: Sequence[int], runs: Sequence[Samples], unit: str) -> Metric:
+    each = [count / run.elapsed_s for count, run in zip(counts, runs, strict=True)]
+    return value(sum(counts) / sum(run.elapsed_s for run in runs), unit, each)
+
+
+def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str, Metric]:
+    shares = [run.slot_occupancy for run in runs if run.slot_occupancy is not None]
+    queue = distribution([run.queue_s for run in runs])
+    goodput = value(None, "requests/sec", note="needs a goal; give --goal-ms")
+    if goal_ms is not None:
+        good = [sum(1e3 * latency <= goal_ms for latency in run.latency_s) for run in runs]
+        goodput = _rate(good, runs, "requests/sec")
+    return {
+        "goodput": goodput,
+        "slot_occupancy": value(
+            statistics.fmean(shares) if shares else None, "ratio", shares, "" if shares else _UNSEEN
+        ),
+        "queue_time": queue if queue["count"] else queue | {"note": _UNSEEN},
+        "refused": value(sum(run.refused for run in runs), "requests"),
+    }
+
+
+def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+    metrics = {}
+    for metric, name, unit, scale in (
+        ("load_time", "load_s", "ms", 1e3),
+        ("load_to_first_token", "load_to_first_token_s", "ms", 1e3),
+        ("peak_memory", "peak_memory_bytes", "MB", 1e-6),
+    ):
+        values = [process[name] * scale for process in found if name in process]
+        metrics[metric] = value(statistics.median(values) if values else None, unit, values, "" if values else _UNSEEN)
+    return metrics
+
+
+# ---- plots and validity
+
+
+def is_stable(windows: Sequence[float]) -> bool:
+    """Return whether each of the last three windows is within 10 % of their mean."""
+    last = np.asarray(windows[-STABLE_WINDOWS:], np.float64)
+    return len(last) == STABLE_WINDOWS and bool((np.abs(last - last.mean()) <= STABLE_WITHIN * last.mean()).all())
+
+
+def time_split(runs: Sequence[Samples]) -> dict[str, float]:
+    """Return the shares of encoder, steps, reordering and rest; empty if unknown."""
+    busy = sum(run.busy_s for run in runs)
+    if not busy:
+        return {}
+    shares = {
+        "encode": sum(run.encoding_s for run in runs) / busy,
+        "step": sum(run.stepping_s for run in runs) / busy,
+        "reorder": sum(run.reordering_s for run in runs) / busy,
+    }
+    return {**shares, "rest": 1 - sum(shares.values())}
+
+
+def histogram(samples: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """Count latencies in equal bins; the last one has no upper bound."""
+    pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
+    if not pooled.size:
+        return {"edges_ms": [], "counts": []}
+    low = float(pooled.min())
+    high = max(float(np.percentile(pooled, 99.5)), 1.01 * low + 1e-6)  # equal latencies still need a width
+    bins = min(_BINS, max(5, pooled.size // 5))
+    counts, edges = np.histogram(np.minimum(pooled, high), bins=bins, range=(low, high))
+    return {"edges_ms": edges.tolist(), "counts": counts.tolist()}

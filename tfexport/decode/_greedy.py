@@ -1,0 +1,142 @@
+"""Run greedy search and sampling, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfexport.contract import ModelSpec
+from tfexport.decode._history import History
+from tfexport.decode._processors import Processors
+from tfexport.decode._sampling import Sampler
+from tfexport.decode._search import Option, Outcome, Taken, is_broken, not_a_number, nothing_left, repaired
+from tfexport.decode.request import Request
+from tfexport.decode.result import Hypothesis, finish_reason
+from tfexport.decode.stops import Stops
+from tfexport.errors import BackendError
+from tfexport.generation import DecodeConfig
+from tfexport.runtime.session import Candidates, Ids, Mask
+
+
+class GreedySearch:
+    """Greedy search or sampling, with one row per source."""
+
+    width = 1
+
+    def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
+        self.requests: list[Request] = []
+        self.history = History(spec.vocab)
+        self._processors = Processors(config, spec)
+        self._ends, self.stop_ids = self._processors.ends, self._processors.stop_ids
+        self._stops, self._is_stopped = Stops(config), np.empty(0, np.bool_)
+        self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
+        self._options: tuple[Option, ...] = (self._processors, self._stops, *([self._sampler] if self._sampler else []))
+        self._num_new: Ids = np.empty(0, np.int64)
+        self._limits: Ids = np.empty(0, np.int64)
+        self._totals = np.empty(0)  # Σ log p in float64
+        self._failed: dict[int, Outcome] = {}
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Append sources."""
+        self.requests += requests
+        self.history.add(request.prompt for request in requests)
+        self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
+        self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
+        self._totals = np.concatenate((self._totals, [request.log_prob for request in requests]))
+        for option in self._options:
+            option.add(requests)
+
+    def num_candidates(self) -> int:
+        """Return how many candidates per row `take` needs."""
+        return self._processors.num_candidates(self._sampler.wanted if self._sampler else 1, self.history)
+
+    def take(self, found: Candidates) -> Taken:
+        """Extend each row by one token."""
+        broken = is_broken(found)
+        if broken is not None:
+            self._fail(broken, self._num_new)
+            found = repaired(found, broken)
+        token_ids, log_probs = self._processors.apply(found, self.history, self._num_new, self._limits)
+        best = log_probs[:, 0].copy()  # a view would keep all candidates of the step alive
+        # A list is the fastest to search for a few numbers.
+        if -np.inf in best.tolist():
+            for row in np.flatnonzero(best == -np.inf).tolist():
+                self._failed.setdefault(row, nothing_left(self.requests[row], int(self._num_new[row])))
+            log_probs = np.where(best[:, None] == -np.inf, np.float32(0), log_probs)
+        if self._sampler:
+            columns, chosen = self._sampler.draw(log_probs)
+            new_ids = token_ids[np.arange(best.size), columns]
+        else:
+            new_ids, chosen = token_ids[:, 0].copy(), best
+        self._totals += chosen
+        self._num_new += 1
+        self.history.append(new_ids)
+        ended = self._ends.among(new_ids) | (self._num_new == self._limits)
+        if self._stops.are_set:
+            self._is_stopped = self._stopped()
+            ended |= self._is_stopped | self._stops.are_late()
+        return Taken(None, self._outcomes(ended))
+
+    @property
+    def follows_best(self) -> bool:
+        """Whether each row continues with its best token."""
+        return self._sampler is None and self._processors.leave_best
+
+    def steps_ahead(self) -> int:
+        """Return how many steps may be taken at once."""
+        if not self.follows_best or self._stops.are_set:
+            return 1
+        return int((self._limits - self._num_new).min())
+
+    def follow(self, found: Candidates) -> None:
+        """Take steps in which each row continued with its best token."""
+        token_ids, log_probs = found.token_ids[:, :, 0], found.logits[:, :, 0] - found.log_normalizer
+        finite = np.isfinite(log_probs)
+        if not finite.all():
+            self._fail(~finite.all(0), self._num_new + finite.argmin(0))
+        self.history.extend(token_ids)
+        # Add step by step, as `take` does, for equal rounding.
+        self._totals = np.concatenate((self._totals[None], log_probs)).cumsum(0)[-1]
+        self._num_new += len(token_ids)
+
+    def remove(self, kept: Ids) -> None:
+        """Remove all sources except `kept`."""
+        self.requests = [self.requests[place] for place in kept.tolist()]
+        self.history.keep(kept)
+        self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]
+        for option in self._options:
+            option.keep(kept)
+
+    def _fail(self, broken: Mask, num_new: Ids) -> None:
+        for row in np.flatnonzero(broken).tolist():
+            self._failed.setdefault(row, not_a_number(self.requests[row], int(num_new[row])))
+
+    def _stopped(self) -> Mask:
+        stopped: Mask = np.zeros(len(self.requests), np.bool_)
+        for row, request in enumerate(self.requests):
+            try:
+                stopped[row] = self._stops.is_stopped(request, self.history.row(row)[1:])
+            except BackendError as error:
+                self._failed.setdefault(row, error)
+        return stopped
+
+    def _outcomes(self, ended: Mask) -> dict[int, Outcome]:
+        done: dict[int, Outcome] = {}
+        if np.count_nonzero(ended):
+            done = {row: [self._hypothesis(row)] for row in np.flatnonzero(ended).tolist()}
+        if self._failed:
+            done |= self._failed
+            self._failed = {}
+        return done
+
+    def _hypothesis(self, row: int) -> Hypothesis:
+        ids, log_prob = self.history.row(row), float(self._totals[row])
+        at_stop = self._stops.are_set and bool(self._is_stopped[row])
+        is_full = bool(self._num_new[row] == self._limits[row])
+        return Hypothesis(
+            token_ids=tuple(ids[1:]),
+            score=log_prob / int(self._num_new[row]),
+            log_prob=log_prob,
+            finish_reason=finish_reason(ids[-1], self._ends, is_stopped=at_stop, is_full=is_full),
+        )

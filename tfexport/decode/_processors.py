@@ -1,0 +1,431 @@
+"""Apply logits processors, the options that change which tokens may come next.
+
+They do the same as those of Hugging Face transformers, in the same order, but on the best candidates instead of the
+whole vocabulary: if a processor can lower at most n tokens of a row, the best k of the row are among its k + n best
+candidates. To add an option, add a field to `DecodeConfig` and a class to `PROCESSORS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfexport.contract import ModelSpec
+from tfexport.decode._history import History
+from tfexport.decode.request import Request
+from tfexport.decode.result import Ends
+from tfexport.generation import DecodeConfig
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask, pad_right
+
+# Most suppressed tokens with which several steps are taken at once: each adds a candidate to every step.
+FEW = 16
+
+
+class Rows(NamedTuple):
+    """The rows of a step.
+
+    Attributes:
+        history: start token, prefix and generated tokens.
+        num_new: number of tokens that each source has generated, int64 [sources].
+        limits: most tokens that each source may generate, int64 [sources].
+        width: rows of a source.
+    """
+
+    history: History
+    num_new: Ids
+    limits: Ids
+    width: int
+
+
+class Processor:
+    """One decoding option for the rows of one search; by default without effect.
+
+    Attributes:
+        takes_logits: whether it processes logits if there are no beams; otherwise always log-probabilities.
+        leaves_best: whether the best token stays the best, unless it is one of `stop_ids`.
+        stop_ids: tokens that end steps taken at once if they are the best.
+    """
+
+    takes_logits: ClassVar[bool] = True
+    leaves_best: bool = False
+    stop_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        """Create the processor of a configuration; return None if the option is not set."""
+        raise NotImplementedError
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Append a row for each request."""
+
+    def keep(self, rows: Ids) -> None:
+        """Remove all rows except `rows`, int64 [new rows]."""
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        """Return how many candidates `apply` needs to return the `wanted` best."""
+        return wanted
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        """Change the scores of candidates and sort them again.
+
+        Args:
+            rows: with the history that was passed to `num_candidates`.
+            token_ids: int64 [rows, num_candidates].
+            scores: logits or log-probabilities, float32 [rows, num_candidates].
+
+        Returns:
+            Ids and scores, best first, equal scores in order of id. Banned tokens have the score -inf.
+        """
+        return token_ids, scores
+
+
+class Processors:
+    """The processors of one configuration for the rows of one search.
+
+    Attributes:
+        ends: tokens that end a text.
+        stop_ids: tokens that end steps taken at once if they are the best.
+    """
+
+    def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
+        self.ends = Ends(config.ends(spec.tokens.eos))
+        found = [processor for kind in PROCESSORS if (processor := kind.of(config, spec))]
+        self._all, self._vocab = found, spec.vocab
+        self._on_logits = [processor for processor in found if processor.takes_logits and config.num_beams == 1]
+        self._on_log_probs = [processor for processor in found if processor not in self._on_logits]
+        self.stop_ids = frozenset(self.ends.ids).union(*(processor.stop_ids for processor in found))
+
+    @property
+    def leave_best(self) -> bool:
+        """Whether the best token stays the best, unless it is one of `stop_ids`."""
+        return all(processor.leaves_best for processor in self._all)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Append a row for each request."""
+        for processor in self._all:
+            processor.add(requests)
+
+    def keep(self, rows: Ids) -> None:
+        """Remove all rows except `rows`, int64 [new rows]."""
+        for processor in self._all:
+            processor.keep(rows)
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        """Return how many candidates `apply` needs to return the `wanted` best."""
+        for processor in self._all:
+            wanted = processor.num_candidates(wanted, history)
+        return min(wanted, self._vocab)
+
+    def apply(self, found: Candidates, history: History, num_new: Ids, limits: Ids) -> tuple[Ids, Floats]:
+        """Process the candidates of a step.
+
+        Args:
+            found: at least as many as `num_candidates` returned.
+            history: the history that was passed to `num_candidates`.
+            num_new: number of tokens that each source has generated, int64 [sources].
+            limits: most tokens that each source may generate, int64 [sources].
+
+        Returns:
+            Ids and log-probabilities [rows, candidates], best first, equal ones in order of id; -inf for bans.
+        """
+        token_ids, log_probs = found.token_ids, found.log_probs
+        if self._all:
+            rows = Rows(history, num_new, limits, len(token_ids) // num_new.size)
+            if self._on_logits:
+                scores = found.logits
+                for processor in self._on_logits:
+                    token_ids, scores = processor.apply(rows, token_ids, scores)
+                log_probs = scores - found.log_normalizer[:, None]
+            for processor in self._on_log_probs:
+                token_ids, log_probs = processor.apply(rows, token_ids, log_probs)
+        return token_ids, log_probs
+
+
+class _Membership:
+    def __init__(self, vocab: int) -> None:
+        # The table [rows, vocab] is large, so it is reused and only the marks are cleared.
+        self._marks: NDArray[np.bool_] = np.zeros((0, vocab + 1), np.bool_)
+
+    def __call__(self, members: Ids, token_ids: Ids) -> Mask:
+        """Return which of `token_ids` [rows, k] are among `members` [rows, n]."""
+        if len(self._marks) < len(members):
+            self._marks = np.zeros((len(members), self._marks.shape[1]), np.bool_)
+        rows = np.arange(len(members))[:, None]
+        self._marks[rows, members] = True
+        found: Mask = self._marks[rows, token_ids]
+        self._marks[rows, members] = False
+        return found
+
+
+def _ban(banned: Mask, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+    # The other candidates are in order already.
+    if not np.count_nonzero(banned):
+        return token_ids, scores
+    order, rows = banned.argsort(1, kind="stable"), np.arange(len(banned))[:, None]
+    return token_ids[rows, order], np.where(banned, -np.inf, scores)[rows, order]
+
+
+class _RepetitionPenalty(Processor):
+    def __init__(self, penalty: float, vocab: int) -> None:
+        self._penalty, self._vocab, self._contains = penalty, vocab, _Membership(vocab)
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        return cls(config.repetition_penalty, spec.vocab) if config.repetition_penalty != 1 else None
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        # A penalty below 1 raises scores, so any token may become the best.
+        return self._vocab if self._penalty < 1 else wanted + history.longest
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        penalized = np.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        scores = np.where(self._contains(rows.history.tokens, token_ids), penalized, scores)
+        order, row = np.lexsort((token_ids, -scores)), np.arange(len(scores))[:, None]
+        return token_ids[row, order], scores[row, order]
+
+
+class _BannedCompletions(Processor):
+    """Bans the tokens that would complete a sequence."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab, self._contains = vocab, _Membership(vocab)
+        self._found: Ids | None = None  # of the history of the last `num_candidates`
+
+    def completions(self, history: History) -> list[Ids]:
+        """Return the banned tokens, each array int64 [rows, n], padded with `vocab`."""
+        raise NotImplementedError
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        found = self.completions(history)
+        self._found = np.concatenate(found, 1) if found else None
+        return wanted if self._found is None else wanted + int((self._found < self._vocab).sum(1).max())
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        if self._found is None:
+            return token_ids, scores
+        return _ban(self._contains(self._found, token_ids), token_ids, scores)
+
+
+class _NoRepeatNgram(_BannedCompletions):
+    def __init__(self, size: int, vocab: int) -> None:
+        super().__init__(vocab)
+        self._size = size
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        return cls(config.no_repeat_ngram_size, spec.vocab) if config.no_repeat_ngram_size else None
+
+    def completions(self, history: History) -> list[Ids]:
+        return _next_of_ngrams(history.tokens, history.lengths, history, self._size, self._vocab)
+
+
+class _EncoderNoRepeatNgram(_BannedCompletions):
+    def __init__(self, size: int, vocab: int) -> None:
+        super().__init__(vocab)
+        self._size, self._sources = size, list[Sequence[int]]()
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        return cls(config.encoder_no_repeat_ngram_size, spec.vocab) if config.encoder_no_repeat_ngram_size else None
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._sources += [request.source_ids for request in requests]
+
+    def keep(self, rows: Ids) -> None:
+        self._sources = [self._sources[row] for row in rows.tolist()]
+
+    def completions(self, history: History) -> list[Ids]:
+        tokens, is_token = pad_right(self._sources, self._vocab)
+        # If the source has a larger vocabulary, its other ids ban nothing.
+        return _next_of_ngrams(tokens.clip(max=self._vocab), is_token.sum(1), history, self._size, self._vocab)
+
+
+class _BadWords(_BannedCompletions):
+    """Bans the last token of a sequence of two or more after its other tokens."""
+
+    def __init__(self, words: Iterable[Sequence[int]], vocab: int) -> None:
+        super().__init__(vocab)
+        by_length: dict[int, list[Sequence[int]]] = {}
+        for word in words:
+            by_length.setdefault(len(word), []).append(word)
+        self._words = [np.array(alike, np.int64) for alike in by_length.values()]
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        words = [word for word in config.bad_words_ids if len(word) > 1]
+        return cls(words, spec.vocab) if words else None
+
+    def completions(self, history: History) -> list[Ids]:
+        found = []
+        for words in self._words:
+            begun, last = words[:, :-1], words[:, -1]
+            size = begun.shape[1]
+            matches = (_newest(history, size)[:, None] == begun).all(-1) & (history.lengths >= size)[:, None]
+            if matches.any():
+                found.append(np.where(matches, last, self._vocab))
+        return found
+
+
+def _next_of_ngrams(tokens: Ids, lengths: Ids, history: History, size: int, vocab: int) -> list[Ids]:
+    """Return the last tokens of the n-grams in `tokens` that the history has begun."""
+    num_ngrams = tokens.shape[1] - size + 1
+    if num_ngrams < 1:
+        return []
+    begun = _newest(history, size - 1)
+    matches: Mask = (np.arange(num_ngrams) <= lengths[:, None] - size) & (history.lengths >= size - 1)[:, None]
+    for place in range(size - 1):
+        matches &= tokens[:, place : place + num_ngrams] == begun[:, place, None]
+    return [np.where(matches, tokens[:, size - 1 :], vocab)] if matches.any() else []
+
+
+def _newest(history: History, count: int) -> Ids:
+    """Return the last `count` tokens of each row; undefined for shorter rows."""
+    places = history.lengths[:, None] - np.arange(count, 0, -1)
+    return np.take_along_axis(history.tokens, places.clip(min=0), 1)
+
+
+class _MinLength(Processor):
+    leaves_best = True
+
+    def __init__(self, config: DecodeConfig, ends: Ends) -> None:
+        self._min_length, self._min_new, self._ends = config.min_length, config.min_new_tokens, ends
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        return cls(config, Ends(config.ends(spec.tokens.eos))) if config.bans_ends else None
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        return wanted + len(self._ends.ids)
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        counted = rows.history.lengths if self._min_length else rows.num_new
+        least, lengths = self._min_length or self._min_new, counted.tolist()  # faster than NumPy for a few rows
+        if min(lengths) >= least:
+            return token_ids, scores
+        banned = self._ends.among(token_ids)
+        if max(lengths) >= least:
+            banned &= (counted < least).repeat(len(banned) // counted.size)[:, None]
+        return _ban(banned, token_ids, scores)
+
+
+class _Suppress(Processor):
+    """Bans `suppress_tokens` and the words of one token in `bad_words_ids`."""
+
+    def __init__(self, tokens: frozenset[int], vocab: int) -> None:
+        self.stop_ids, self.leaves_best = tokens, len(tokens) <= FEW
+        self._banned = np.zeros(vocab, np.bool_)
+        self._banned[list(tokens)] = True
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        ends = config.ends(spec.tokens.eos)
+        # As in transformers, an end token is not banned as a bad word.
+        words = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends}
+        tokens = frozenset({*config.suppress_tokens, *words})
+        return cls(tokens, spec.vocab) if tokens else None
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        return wanted + len(self.stop_ids)
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        return _ban(self._banned[token_ids], token_ids, scores)
+
+
+class _PrefixBias(Processor):
+    """Bias towards the prefix, as `prefix_bias_beta` of CTranslate2.
+
+    While a row equals its prefix so far, the next token t of the prefix has the probability (1 - beta) · p(t) + beta,
+    every other token (1 - beta) · p. After that the row is decoded freely.
+    """
+
+    takes_logits = False
+
+    def __init__(self, beta: float, vocab: int) -> None:
+        self._beta, self._vocab, self._kept = beta, vocab, 0
+        self._prefixes: list[Sequence[int]] = []
+        self._next_ids: Ids = np.empty(0, np.int64)
+        self.leaves_best = True  # unless a row of the last `num_candidates` follows its prefix
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        return cls(config.prefix_bias_beta, spec.vocab) if config.prefix_bias_beta else None
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._prefixes += [request.biased_prefix for request in requests]
+
+    def keep(self, rows: Ids) -> None:
+        self._prefixes = [self._prefixes[row] for row in rows.tolist()]
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        self.leaves_best = True
+        if min(history.lengths.tolist()) < max(map(len, self._prefixes)):
+            self._next_ids, self._kept = self._find_next(history), wanted + 1
+            self.leaves_best = not (self._next_ids >= 0).any()
+        # The token of the prefix may be the worst of all.
+        return wanted if self.leaves_best else self._vocab
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        if self.leaves_best:
+            return token_ids, scores
+        follows = self._next_ids >= 0
+        # The token of the prefix counts even if it is banned.
+        order = (token_ids != self._next_ids[:, None]).argsort(1, kind="stable")[:, : self._kept]
+        token_ids, log_probs = np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
+        log_probs[follows] += np.float32(math.log1p(-self._beta))
+        log_probs[follows, 0] = np.logaddexp(log_probs[follows, 0], np.float32(math.log(self._beta)))
+        order = np.lexsort((token_ids, -log_probs))
+        return np.take_along_axis(token_ids, order, 1), np.take_along_axis(log_probs, order, 1)
+
+    def _find_next(self, history: History) -> Ids:
+        """Return the next token of each row's prefix; -1 if the row does not follow it."""
+        prefixes, is_token = pad_right(self._prefixes, self._vocab)
+        width, lengths = min(prefixes.shape[1], history.longest), history.lengths
+        is_generated = np.arange(width) < lengths[:, None]
+        is_equal = (prefixes[:, :width] == history.tokens[:, :width]) | ~is_generated
+        places = lengths.clip(max=prefixes.shape[1] - 1)
+        follows = (lengths < is_token.sum(1)) & is_equal.all(1)
+        return np.where(follows, prefixes[np.arange(lengths.size), places], -1)
+
+
+class _ForcedEnd(Processor):
+    """Forces `forced_eos_token_id` with log p = 0 if a row has one token left."""
+
+    takes_logits = False
+    leaves_best = True
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._tokens = sorted(set(tokens))
+
+    @classmethod
+    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
+        return cls(config.forced_ends) if config.forced_ends else None
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        return max(wanted, len(self._tokens))
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        last = rows.limits - rows.num_new == 1
+        if not last.any():
+            return token_ids, scores
+        count, last = len(self._tokens), last.repeat(rows.width)
+        token_ids, scores = token_ids.copy(), np.where(last[:, None], np.float32(-np.inf), scores)
+        token_ids[last, :count] = self._tokens
+        scores[last, :count] = 0
+        return token_ids, scores
+
+
+# In the order in which they apply.
+PROCESSORS: tuple[type[Processor], ...] = (
+    _RepetitionPenalty,
+    _NoRepeatNgram,
+    _EncoderNoRepeatNgram,
+    _BadWords,
+    _MinLength,
+    _Suppress,
+    _PrefixBias,
+    _ForcedEnd,
+)

@@ -1,0 +1,146 @@
+"""Export a model as a verified bundle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfexport._io.sealed_json import render
+from tfexport._io.signature import SigningKey
+from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
+from tfexport.bundle.manifest import Draft, Identity
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form, GraphEntry
+from tfexport.errors import BackendError, ParityError
+from tfexport.export._module_probe import traits_of
+from tfexport.export._source import Source, open_source
+from tfexport.export.config import ExportConfig
+from tfexport.export.quantize.integers import fastest_form, write_integer_graphs
+from tfexport.export.write import write_graphs
+from tfexport.importing.own_module import OwnModule
+from tfexport.runtime.registry import Graphs
+from tfexport.text.config import TextConfig
+from tfexport.verify import Stages, VerifyConfig, verify_stages
+
+
+def export_bundle(
+    source: str | OwnModule,
+    output: Path,
+    config: ExportConfig,
+    *,
+    identity: Identity | None = None,
+    verify: bool = True,
+    force: bool = False,
+    sign_key: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Bundle:
+    """Export a model as a bundle.
+
+    Args:
+        source: a model directory, "preset:NAME" for seeded random weights, or a user's own module: an `OwnModule`, or
+            PACKAGE.MODULE:FACTORY, whose code is imported and run.
+        output: directory to create.
+        config: precision, decoder variants, opset and limits.
+        identity: name and description of the bundle.
+        verify: compare every stage with the eager model before anything appears at `output`.
+        force: replace an existing bundle, which is kept until the new one is complete; its engines are kept too.
+        sign_key: private key that signs the bundle; None leaves it unsigned.
+        report: receives progress lines.
+
+    Returns:
+        The bundle, opened.
+
+    Raises:
+        ConfigError: the source or the key cannot be used, or the model lacks the layer or heads of the alignment.
+        CheckpointError: weights or a tokenizer are missing, damaged or do not fit.
+        GraphError: the model cannot be traced.
+        BackendError: the precision cannot be verified on this machine.
+        ParityError: a stage or a recorded text differs from the model; nothing is written.
+        BundleError: the bundle cannot be written.
+    """
+    if verify and config.precision == "bf16":
+        raise BackendError(
+            "onnx: bf16 cannot be verified here, ONNX Runtime has no bfloat16 kernels on the CPU; "
+            "use --precision fp16, or --no-verify to export for TensorRT unverified"
+        )
+    key = None if sign_key is None else SigningKey.read(sign_key)
+    if isinstance(source, str):
+        report(f"loading {source}")
+    opened = open_source(source, config, report)
+    alignment = config.alignment.within(opened.spec) if config.alignment else None
+    with create_bundle(output, force=force, key=key) as builder:
+        if builder.drops_signature:
+            report(SIGNATURE_DROPPED)
+        graphs = _write(opened, builder.path, config, alignment, report)
+        for name, raw in opened.files.items():
+            (builder.path / name).write_bytes(raw)
+        parity = _verified(opened, builder.path, graphs, config, alignment, report) if verify else None
+        made_with = {name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")}
+        draft = Draft(
+            spec=opened.spec,
+            config=opened.config,
+            graphs=graphs,
+            versions={**opened.versions, **made_with},
+            parity=parity,
+            quantization=config.quantization,
+            text=opened.tokenizer.text if opened.tokenizer else TextConfig(),
+            alignment=alignment,
+            checkpoint=opened.checkpoint,
+            provenance=opened.provenance,
+            identity=identity or Identity(),
+            module=opened.module,
+        )
+        builder.finish(draft)
+    for name in builder.stale_engines:
+        report(
+            f"engine {name} was built from other graphs and may not be used; build it again, or remove engines/{name}"
+        )
+    return builder.bundle
+
+
+# Name in earlier versions for exporting a user's own module.
+export_module = export_bundle
+
+
+def _write(
+    source: Source,
+    directory: Path,
+    config: ExportConfig,
+    alignment: AlignmentHeads | None,
+    report: Callable[[str], None],
+) -> dict[str, GraphEntry]:
+    module, spec = source.model.module, source.spec
+
+    def write(folder: Path, forms: Sequence[Form]) -> dict[str, GraphEntry]:
+        more: dict[str, Any] = {"alignment": alignment, "speculation": config.speculation}
+        return write_graphs(module, spec, folder, forms=forms, opset=config.opset, report=report, **more)
+
+    if config.quantization is None:
+        return write(directory, config.forms)
+    # In the bundle's directory, because the fp32 weights can be larger than /tmp.
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        graphs = write(Path(scratch), fastest_form(config.forms, traits_of(module, spec)))
+        if ENCODER_CONTRIB in graphs:
+            del graphs[ENCODER]  # belongs to the other variants of the decoder
+        return write_integer_graphs(Path(scratch), graphs, directory, config.quantization, report=report)
+
+
+def _verified(
+    source: Source,
+    directory: Path,
+    graphs: Mapping[str, GraphEntry],
+    config: ExportConfig,
+    alignment: AlignmentHeads | None,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    report("verifying")
+    paths = {name: directory / graph.file for name, graph in graphs.items()}
+    weights = config.quantization.weights if config.quantization else None
+    stages = Stages(source.model, Graphs(paths, source.spec, weights, alignment=alignment), tokenizer=source.tokenizer)
+    found = verify_stages(stages, VerifyConfig.quick(), report=report)
+    if not found.passed:
+        raise ParityError("onnx: " + "; ".join(found.problems()))
+    (directory / PARITY).write_bytes(render(found.to_dict()))
+    return found.summary()

@@ -1,0 +1,262 @@
+"""Trace a model into graphs: the encoder, the decoder variants and the alignment.
+
+Works for any module with the methods `encode` and `decode_step` of `tfexport.nn.transformer.Transformer`, or
+`hidden_states` for an encoder-only model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import onnx_ir as ir
+import torch
+from onnxscript.version_converter import convert_version
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from tfexport.contract import (
+    LOGITS,
+    NUM_CANDIDATES,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
+    AlignmentHeads,
+    Form,
+    GraphSpec,
+    ModelSpec,
+    TensorSpec,
+    alignment_graph,
+    decoder_graph,
+    encoder_graph,
+    key_value_names,
+)
+from tfexport.errors import GraphError, first_line
+from tfexport.export._capture import Lowered, capture, lower, promotes
+from tfexport.export.decoders import FORMS
+from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
+from tfexport.nn.cache import KeyValue, Source
+from tfexport.nn.eager import EncoderDecoder, align
+from tfexport.nn.source import PaddedSource
+
+_EXPORTER = "torch.onnx._internal.exporter"
+# Exists since PyTorch 2.13.
+_STACK_TRACES = "do_not_emit_stack_traces"
+_log = logging.getLogger(__name__)
+
+# Different sizes above 1, so that PyTorch does not treat two dimensions as one.
+SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4, "capacity": 7}
+
+
+class _Encoder(nn.Module):
+    def __init__(self, model: nn.Module, spec: ModelSpec, source: Callable[[Tensor], Source]) -> None:
+        super().__init__()
+        self.model, self.has_decoder, self.source = model, spec.has_decoder, source
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        source_ids, source_mask = inputs[SOURCE_IDS], inputs[SOURCE_MASK]
+        if not self.has_decoder:
+            return [cast(Any, self.model).hidden_states(source_ids, source_mask).float()]
+        return _flatten(cast(EncoderDecoder, self.model).encode(source_ids, self.source(source_mask)))
+
+
+class _Decoder(nn.Module):
+    def __init__(self, model: nn.Module, spec: ModelSpec, form: Form) -> None:
+        super().__init__()
+        self.model, self.layers, self.form = model, spec.layers, FORMS[form]
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        rest = dict(inputs)
+        target_ids, source_mask = rest.pop(TARGET_IDS), rest.pop(SOURCE_MASK)
+        cross, past = (_pair([rest.pop(name) for name in key_value_names(of, self.layers)]) for of in ("cross", "past"))
+        cache = self.form.cache(past, target_ids, **rest)
+        model = cast(EncoderDecoder, self.model)
+        return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_flatten(cache.present)]
+
+
+class _Alignment(nn.Module):
+    def __init__(self, model: nn.Module, named: AlignmentHeads) -> None:
+        super().__init__()
+        self.model, self.named = model, named
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return align(cast(EncoderDecoder, self.model), self.named, *inputs.values())
+
+
+def _flatten(pairs: Sequence[KeyValue]) -> list[Tensor]:
+    return [tensor for pair in pairs for tensor in (pair.key, pair.value)]
+
+
+def _pair(tensors: Sequence[Tensor]) -> list[KeyValue]:
+    return [KeyValue(key, value) for key, value in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def trace_encoder(
+    model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = PaddedSource
+) -> ir.Model:
+    """Trace the encoder of a model in eval mode, in the precision of `spec`.
+
+    `source` creates the self-attention of the source tokens from their mask.
+    """
+    return _trace(_Encoder(model, spec, source), encoder_graph(spec), opset, "encoder")
+
+
+def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
+    """Trace one step of the decoder, without the selection of tokens.
+
+    The model is in eval mode, in the precision of `spec`. The static variant needs opset 24. With `speculation`, a step
+    can return the logits of several last positions.
+
+    Raises:
+        GraphError: the model cannot be traced for every size, or the place that selects the last position is not found.
+    """
+    contract, present = decoder_graph(spec, form), key_value_names("present", spec.layers)
+    inputs = tuple(tensor for tensor in contract.inputs if tensor.name != NUM_CANDIDATES)
+    outputs = tuple(tensor for tensor in contract.outputs if tensor.name in (LOGITS, *present))
+    traced = _trace(_Decoder(model, spec, form), GraphSpec(inputs, outputs), opset, f"decoder, {form} form")
+    for change in FORMS[form].passes:
+        change(traced)
+    if speculation:
+        keep_logits(traced)
+    return traced
+
+
+def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, opset: int) -> ir.Model:
+    """Trace cross-attention weights, in basic operators and only up to their layer.
+
+    `named` is the layer and heads, as `AlignmentHeads.within` returns them.
+    """
+    return _trace(_Alignment(model, named), alignment_graph(spec), opset, "alignment")
+
+
+def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> ir.Model:
+    try:
+        # Without PyTorch's cache of operator results, capturing a decoder takes two thirds of the time.
+        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+        with _quiet(), torch.no_grad(), uncached:
+            program = capture(
+                module,
+                {tensor.name: _sample(tensor) for tensor in contract.inputs},
+                {tensor.name: _dynamic(tensor) for tensor in contract.inputs},
+            )
+            model = _translate(program, opset)
+    except Exception as error:
+        raise GraphError(
+            f"{subject}: the model does not trace ({_root_cause(error)}); "
+            "remove branches on tensor values and Python state from encode and decode_step"
+        ) from error
+    collapse_reshapes(model)
+    _name(model, contract)
+    return model
+
+
+def _translate(program: ExportedProgram, opset: int) -> ir.Model:
+    # If an operator cannot be translated, let the exporter decompose the original program.
+    try:
+        model = _to_onnx(lower(program), opset)
+    except torch.onnx.OnnxExporterError:
+        model = _to_onnx(program, opset)
+    simplify(model)
+    return model
+
+
+def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
+    """Translate like `torch.onnx.export`, but prepare the exporter only once.
+
+    Building the operator table takes a second, and the pass that makes types explicit runs every operator again. The
+    public function has no option to skip either.
+    """
+    try:
+        core, operators = importlib.import_module(_EXPORTER + "._core"), _operators(opset)
+        export, translate = core.export, core._exported_program_to_onnx_program
+    except (ImportError, AttributeError):
+        _log.info("export takes longer with this version of PyTorch, whose exporter is not known")
+        translated = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+        assert translated is not None
+        return translated.model
+    if isinstance(program, Lowered) and not promotes(program):
+        translated = translate(program, registry=operators)
+        convert_version(translated.model, opset, fallback=True)
+    else:
+        translated = export(program, registry=operators, opset_version=opset, optimize=False, verbose=False)
+    model: ir.Model = translated.model
+    return model
+
+
+@functools.cache
+def _operators(opset: int) -> Any:
+    return importlib.import_module(_EXPORTER + "._registration").ONNXRegistry.from_torchlib(opset_version=opset)
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _sample(tensor: TensorSpec) -> Tensor:
+    shape = [SAMPLE[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+    return torch.full(shape, tensor.dtype == "bool", dtype=getattr(torch, tensor.dtype))
+
+
+def _dynamic(tensor: TensorSpec) -> dict[int, Any]:
+    return {axis: torch.export.Dim.DYNAMIC for axis, dim in enumerate(tensor.shape) if isinstance(dim, str)}
+
+
+def _name(model: ir.Model, contract: GraphSpec) -> None:
+    """Apply the names and dimensions of the contract, and remove machine metadata."""
+    for values, specs in ((model.graph.inputs, contract.inputs), (model.graph.outputs, contract.outputs)):
+        if len(values) != len(specs):
+            raise GraphError(
+                f"the traced graph has {len(values)} inputs or outputs, expected {len(specs)}; "
+                "make the number of layers in the specification and in the model agree"
+            )
+        for value, tensor in zip(values, specs, strict=True):
+            value.name = tensor.name
+            value.shape = ir.Shape(tensor.shape)
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.graph.doc_string = model.doc_string = None
+    model.producer_name, model.producer_version = "tfexport", None
+    kept = {id(value) for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values())}
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if id(value) not in kept:
+                value.shape = None
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter, and switch off settings that are slow or unsupported."""
+    logger, attention, config = logging.getLogger("torch"), torch.backends.mha, torch.fx.config
+    level, has_fast_path, is_collecting = logger.level, attention.get_fastpath_enabled(), gc.isenabled()
+    traces = getattr(config, _STACK_TRACES, None)
+    logger.setLevel(logging.CRITICAL)
+    attention.set_fastpath_enabled(False)  # ONNX has no operator for a whole layer of torch.nn
+    gc.disable()  # a trace creates many objects and little garbage
+    if traces is not None:
+        setattr(config, _STACK_TRACES, True)  # recording one for each operator is slow
+    nowhere = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        attention.set_fastpath_enabled(has_fast_path)
+        if is_collecting:
+            gc.enable()
+        if traces is not None:
+            setattr(config, _STACK_TRACES, traces)

@@ -1,0 +1,134 @@
+"""Write the weight file that all graphs share: safetensors, used as external data.
+
+The file has every parameter once, under its name in the model, so that the eager model can be rebuilt from it. Graphs
+refer to it by offset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from tfexport.errors import BundleError
+from tfexport.export._graph_file import Span, refer, tensor_spans
+
+Digest = tuple[str, tuple[int, ...], bytes]
+
+# https://huggingface.co/docs/safetensors: format
+_SAFETENSORS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_ALIGNMENT = 8
+
+
+def write_weights(
+    path: Path,
+    parameters: Mapping[str, torch.Tensor],
+    graphs: Iterable[ir.Model],
+    *,
+    joint: Iterable[tuple[str, ...]] = (),
+) -> None:
+    """Write the weight file and make the graphs refer to it.
+
+    Args:
+        path: of the file, in the directory of the graphs.
+        parameters: of the model, by name, without tied duplicates.
+        graphs: changed in place. Initializers that are equal to a parameter become references to the file; those equal
+            to its transpose become transposed references. Other constants stay in the graph.
+        joint: names of parameters to store next to each other, so that an initializer that is equal to their
+            concatenation becomes a reference too.
+    """
+    tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+    joint = list(joint)
+    names: dict[Digest, tuple[str, ...]] = {}
+    for group in [*((name,) for name in tensors), *joint]:
+        whole = torch.cat([tensors[name] for name in group]) if len(group) > 1 else tensors[group[0]]
+        names.setdefault(_digest_torch(whole), group)
+    external: list[tuple[ir.Value, tuple[str, ...]]] = []
+    digests = _Digests()
+    for graph in graphs:
+        _unfold_transposes(graph.graph, names, digests)
+        for value in graph.graph.initializers.values():
+            assert value.const_value is not None
+            digest = digests(value.const_value)
+            if digest in names:
+                external.append((value, names[digest]))
+    order = dict.fromkeys([name for group in joint for name in group])
+    _save(path, {name: tensors[name] for name in {**order, **tensors}})
+    spans = tensor_spans(path)
+    for value, group in external:
+        begin, last = spans[group[0]].offset, spans[group[-1]]
+        refer(value, Span(path.name, begin, last.offset + last.length - begin), path.parent)
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    # The safetensors library would sort the tensors by name.
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT)  # memory maps need tensors at multiples of 8
+    try:
+        with path.open("xb") as file:
+            file.write(struct.pack("<Q", len(raw)) + raw)
+            for tensor in tensors.values():
+                file.write(_raw(tensor))
+    except OSError as error:
+        raise BundleError(
+            f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
+        ) from error
+
+
+class _Digests:
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[ir.TensorProtocol, Digest]] = {}
+
+    def __call__(self, tensor: ir.TensorProtocol) -> Digest:
+        raw: object = getattr(tensor, "raw", None)
+        place: object = id(tensor)
+        if isinstance(raw, torch.Tensor):
+            place = raw.data_ptr(), raw.dtype, raw.shape, raw.stride()
+        if place not in self._known:  # keeps the tensor, so that its memory is not reused
+            self._known[place] = tensor, _digest(tensor)
+        return self._known[place][1]
+
+
+def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]], digests: _Digests) -> None:
+    # The exporter stores a transposed copy of the weight of a linear map over three axes.
+    for value in list(graph.initializers.values()):
+        folded = value.const_value
+        if folded is None or len(folded.shape) != 2 or digests(folded) in names:
+            continue
+        name = value.name or ""
+        stored = ir.tensor(np.ascontiguousarray(folded.numpy().T), dtype=folded.dtype, name=f"{name}_stored")
+        if _digest(stored) not in names:
+            continue
+        tape = ir.tape.Tape()
+        weight = tape.initializer(stored)
+        turned = tape.op("Transpose", [weight], {"perm": [1, 0]})
+        del graph.initializers[name]
+        graph.register_initializer(weight)
+        value.replace_all_uses_with(turned)
+        turned.name, turned.type = name, ir.TensorType(folded.dtype)
+        graph.insert_before(graph[0], tape.nodes)
+
+
+def _digest(tensor: ir.TensorProtocol) -> Digest:
+    return tensor.dtype.name, tuple(tensor.shape.numpy()), hashlib.sha256(tensor.tobytes()).digest()
+
+
+def _digest_torch(tensor: torch.Tensor) -> Digest:
+    dtype = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}[tensor.dtype]
+    return dtype, tuple(tensor.shape), hashlib.sha256(_raw(tensor)).digest()
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return (tensor if tensor.dim() else tensor[None]).view(torch.uint8).numpy().data

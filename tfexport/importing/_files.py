@@ -1,0 +1,340 @@
+"""Read state dicts from files without running code stored in them.
+
+Each file is copied once into private memory, where it is checked and hashed. The tensors stay mapped to the copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tfexport._io.names import CONFIG, MODEL_WEIGHTS
+from tfexport._io.strict_json import plain_problem, read_json
+from tfexport.errors import CheckpointError, ConfigError, printable, raise_all, shortened
+from tfexport.importing._torch_file import STATE_DICT_ONLY, is_torch_file, read_torch
+
+GENERATION_CONFIG = "generation_config.json"
+_INDEX = ".index.json"
+# File names of transformers and accelerate, in order of preference.
+_WEIGHTS = (MODEL_WEIGHTS, f"{MODEL_WEIGHTS}{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
+# Lightning writes checkpoints to the folder of a version or its subfolder "checkpoints".
+_FOLDERS, _SUFFIXES = (".", "checkpoints"), (".ckpt", ".pt", ".pth", ".safetensors")
+# Keys under which training loops save the state dict, in order of preference.
+_WRAPPERS = ("model_state_dict", "state_dict", "model", "model_state", "net", "network", "weights", "params")
+# DistributedDataParallel, torch.compile and Lightning add these prefixes to every key.
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+# torch.compile, FSDP and activation checkpointing insert these into keys if they wrap a submodule.
+_INFIX = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Keys next to a wrapped model: the counter of AveragedModel, the weights of a loss or a metric.
+_BESIDE = re.compile(r"n_averaged|(criterion|loss|loss_fn|loss_func|metric|metrics)(\.|_fn\.|_func\.).*")
+_AVERAGED = re.compile(r"ema|average|swa|shadow")
+# Entries with tensors that are not weights.
+_NO_MODEL = re.compile(r"optim|sched|scaler|ema|rng")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MAX_DEPTH = 4
+_MAX_SHARDS = 1_000
+_CHUNK_BYTES = 8 * 1024 * 1024
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and SHA-256 (lower-case hex) of the bytes read from a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """State dict and metadata of a checkpoint.
+
+    `tensors` are mapped to a copy of their file; do not modify them. `files` has the size and checksum of each file.
+    `hf_generation` is empty if there is no generation_config.json. `notes` lists removed wrappers, prefixes and
+    entries.
+    """
+
+    tensors: Mapping[str, Tensor]
+    files: Mapping[str, FileSum] = field(default_factory=dict)
+    hf_config: Mapping[str, Any] | None = None
+    hf_generation: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
+    """Read a state dict; later changes to the file do not change the tensors.
+
+    Args:
+        path: a safetensors file, a `torch.save` file, the index of a sharded checkpoint, a Hugging Face directory, or
+            an accelerate or Lightning folder with one checkpoint.
+        entry: the state dict to read if there are several: the name of its entry, with dots if nested, or a prefix of
+            keys.
+
+    Raises:
+        CheckpointError: The file is missing, empty, damaged or larger than the memory, or contains anything other than
+            tensors and plain values. The message lists every tensor that is not a plain array.
+    """
+    path = Path(path)
+    notes: list[str] = []
+    config: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] = {}
+    try:
+        if path.is_dir():
+            weights = _weights_in(path)
+            if (path / CONFIG).exists():
+                config = _read_object(path / CONFIG)
+                generation = _read_object(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).exists() else {}
+            else:
+                notes.append(f"taken from {weights.relative_to(path)}")
+        elif problem := plain_problem(path):
+            raise CheckpointError(f"{path}: {problem}; give a state dict file or a Hugging Face directory")
+        else:
+            weights = path
+        tensors: Mapping[str, Tensor] = {}
+        sums: dict[str, FileSum] = {}
+        for file in _shards(weights) if weights.name.endswith(_INDEX) else [weights]:
+            part, sums[printable(file.name)] = _read_file(file, entry, notes)
+            if twice := sorted(part.keys() & tensors.keys()):
+                raise CheckpointError(f"{file}: has {twice[0][:120]}, as another shard has; save the checkpoint again")
+            tensors = {**tensors, **part}
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file") from error
+    if config is None:
+        tensors = without_prefix(tensors, notes)
+    return Checkpoint(tensors, sums, config, generation, tuple(notes))
+
+
+def _weights_in(folder: Path) -> Path:
+    if known := next((folder / name for name in _WEIGHTS if (folder / name).exists()), None):
+        return known
+    places = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
+    found = [file for place in places for file in sorted(place.iterdir()) if file.suffix in _SUFFIXES]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(str(file.relative_to(folder)) for file in found[:8])
+        raise CheckpointError(f"{folder}: holds {len(found)} checkpoints, {names}; give one of them")
+    if (folder / "zero_to_fp32.py").exists():
+        remedy = f"it was sharded by DeepSpeed: join it with python {folder / 'zero_to_fp32.py'} {folder} JOINED"
+    elif shards := next(folder.rglob("*.distcp"), None):
+        remedy = f"it was sharded by FSDP: join it with accelerate merge-weights {shards.parent} JOINED"
+    else:
+        remedy = "give a state dict file or a Hugging Face directory"
+    problem = f"is a directory without {CONFIG} and weights ({', '.join(_WEIGHTS)}) or one checkpoint"
+    raise CheckpointError(problem, subject=str(folder), remedy=remedy)
+
+
+def _shards(index: Path) -> list[Path]:
+    names = _read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index}: has no weight_map of file names; save the checkpoint again")
+    files = sorted(set(names.values()))
+    outside = [name for name in files if not re.fullmatch(r"[\w.-]+", name) or name in (".", "..")]
+    if outside or not files or len(files) > _MAX_SHARDS:
+        raise CheckpointError(
+            f"{index}: names {shortened((outside or files)[:3])}, expected files in the same directory"
+        )
+    if missing := [name for name in files if not (index.parent / name).is_file()]:
+        raise CheckpointError(f"{index}: {', '.join(missing[:8])} missing; copy every shard")
+    return [index.parent / name for name in files]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    data = read_json(path, str(path))
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: is {shortened(data)}, expected an object")
+    return data
+
+
+def _read_file(path: Path, entry: str | None, notes: list[str]) -> tuple[dict[str, Tensor], FileSum]:
+    with snapshot(path) as (copy, file_sum):
+        content = _read_content(copy, path)
+        if entry:
+            content = _entry(path, content, entry)
+            notes.append(f"taken from the entry {entry!r}")
+        tensors = _unwrap(path, content, notes)
+        raise_all(CheckpointError, str(path), tensor_problems(tensors, file_sum.bytes))
+    # `expand` stores one number for many elements, so these tensors are copied.
+    plain = {key: t.contiguous() if t.is_floating_point() and _repeats(t) else t for key, t in tensors.items()}
+    return plain, file_sum
+
+
+@contextmanager
+def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
+    """Copy a regular file into private memory; yield the copy's path and checksum.
+
+    The path is valid inside the block. Tensors mapped from the copy stay valid after it.
+    """
+    with path.open("rb", buffering=0) as file, _private_file() as copy:
+        before = os.fstat(file.fileno())
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if before.st_size > memory:
+            raise CheckpointError(
+                f"{path}: has {before.st_size} bytes, more than this machine's memory of {memory} bytes; "
+                "use a larger machine"
+            )
+        digest = hashlib.sha256()
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            copy.write(chunk)
+        copy.flush()
+        size, after = copy.tell(), os.fstat(file.fileno())
+        if (before.st_size, before.st_mtime_ns) != (size, after.st_mtime_ns):
+            raise CheckpointError(f"{path}: was changed while it was read; give it again when it is whole")
+        descriptors = Path("/proc/self/fd")
+        folder = descriptors if descriptors.exists() else Path("/dev/fd")
+        yield folder / str(copy.fileno()), FileSum(size, digest.hexdigest())
+
+
+def _private_file() -> Any:
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("checkpoint"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _read_content(copy: Path, path: Path) -> Any:
+    with copy.open("rb") as opened:
+        head = opened.read(16)
+    if not head:
+        raise CheckpointError(f"{path}: is empty; copy it again")
+    if is_torch_file(head):
+        return read_torch(copy, path)
+    try:
+        with safe_open(copy, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    except Exception as error:  # also PyTorch errors about unsupported dtypes
+        kind = "" if isinstance(error, SafetensorError) else f"{type(error).__name__}: "
+        raise CheckpointError(
+            f"{path}: is neither safetensors nor a file of torch.save, or damaged or cut short ({kind}{error}); "
+            "copy it again"
+        ) from error
+
+
+def _entry(path: Path, data: Any, entry: str) -> Any:
+    names = [str(name) for name in data] if isinstance(data, Mapping) else []
+    for name in names:
+        if isinstance(data.get(name), Mapping) and (entry == name or entry.startswith(f"{name}.")):
+            rest = entry[len(name) + 1 :]
+            return _entry(path, data[name], rest) if rest else data[name]
+    under = {name.removeprefix(f"{entry}."): data[name] for name in names if name.startswith(f"{entry}.")}
+    if not under:
+        raise CheckpointError(
+            f"{path}: has no entry {entry!r}; there is {shortened(', '.join(names))}; leave --entry out to be told more"
+        )
+    return under
+
+
+def _unwrap(path: Path, data: Any, notes: list[str]) -> dict[str, Tensor]:
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(data, Mapping):
+            raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a state dict; {STATE_DICT_ONLY}")
+        inner = {str(key): value for key, value in data.items() if _has_tensors(value)}
+        names = [name for name in _WRAPPERS if name in inner]
+        # JoeyNMT stores the state of its sampler, a tensor, next to the state dict.
+        if not names and any(isinstance(value, Tensor) for value in data.values()):
+            return _tensors(path, data, notes)
+        if not inner:
+            break
+        if names and isinstance(data.get("generator"), Mapping) and "generator" in inner:
+            # OpenNMT-py stores the output projection next to the model.
+            notes.append(f"taken from the entries {names[0]!r} and 'generator'")
+            return _tensors(path, _joined({"": inner[names[0]], "generator.": inner["generator"]}), notes)
+        if len(names) > 1:
+            raise CheckpointError(
+                f"{path}: holds several state dicts, {', '.join(names)}; choose with --entry {names[0]}, or another"
+            )
+        if names or len(inner) == 1:
+            name = names[0] if names else next(iter(inner))
+            others = [str(key) for key, value in data.items() if isinstance(value, Mapping) and key != name]
+            averaged = next(filter(_AVERAGED.search, others), None)
+            more = f"; {averaged!r} is there too: take it with --entry {averaged}" if averaged else ""
+            notes.append(f"taken from the entry {name!r}{more}")
+            data = inner[name]
+            continue
+        parts = {name: part for name, part in inner.items() if not _NO_MODEL.search(name)}
+        notes.append(f"joined the entries {', '.join(map(repr, parts))}")
+        return _tensors(path, _joined({f"{name}.": part for name, part in parts.items()}), notes)
+    raise CheckpointError(f"{path}: holds no tensors; {STATE_DICT_ONLY}")
+
+
+def _has_tensors(value: Any, depth: int = 1) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    if any(isinstance(inner, Tensor) for inner in value.values()):
+        return all(isinstance(key, str) for key in value)
+    return depth < _MAX_DEPTH and any(k in _WRAPPERS and _has_tensors(v, depth + 1) for k, v in value.items())
+
+
+def _joined(parts: Mapping[str, Mapping[Any, Any]]) -> dict[str, Any]:
+    return {f"{prefix}{key}": value for prefix, part in parts.items() for key, value in part.items()}
+
+
+def _tensors(path: Path, data: Mapping[Any, Any], notes: list[str]) -> dict[str, Tensor]:
+    if others := [str(key) for key, value in data.items() if not isinstance(value, Tensor)]:
+        notes.append(f"left out entries that are not tensors: {shortened(', '.join(others))}")
+    found = {key: value.detach() for key, value in data.items() if isinstance(value, Tensor)}
+    if strange := [key for key in found if not (isinstance(key, str) and key.isprintable())]:
+        raise CheckpointError(f"{path}: has tensors under {shortened(strange[0])}, expected names; {STATE_DICT_ONLY}")
+    return found
+
+
+def tensor_problems(tensors: Mapping[str, Tensor], num_bytes: int) -> list[str]:
+    """Describe every tensor that is not a plain array or is larger than its file."""
+    return [f"{key[:120]} {problem}" for key, tensor in tensors.items() if (problem := _problem(tensor, num_bytes))]
+
+
+def _problem(tensor: Tensor, num_bytes: int) -> str:
+    expected, problem = "expected plain weights", ""
+    if tensor.is_nested:
+        problem = f"is nested, rows of unequal length, {expected}; save each row under a name of its own"
+    elif tensor.layout != torch.strided:
+        problem = f"is sparse ({tensor.layout}), {expected}; save its to_dense()"
+    elif tensor.is_quantized:
+        problem = f"is quantized ({tensor.dtype}), {expected}; save its dequantize()"
+    elif tensor.is_meta:
+        problem = f"is on the device meta and has no values, {expected}; save the state dict of a materialized model"
+    elif tensor.is_floating_point() and tensor.dtype not in _FLOATS:
+        floats = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+        narrow = str(tensor.dtype).removeprefix("torch.")
+        problem = f"is {narrow}, expected {floats}; multiply it by its scale, if it has one, and save it as bfloat16"
+    elif tensor.is_floating_point() and _repeats(tensor) and tensor.numel() * tensor.itemsize > num_bytes:
+        size = list(tensor.shape)
+        problem = f"is expanded to {size}, larger than the whole file, expected stored values; save its contiguous()"
+    return problem
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Return whether elements share memory, as after `expand`."""
+    return tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
+
+
+def without_prefix(tensors: Mapping[str, T], notes: list[str]) -> Mapping[str, T]:
+    """Remove what training wrappers add to keys, and describe it in `notes`."""
+    beside = [key for key in tensors if _BESIDE.fullmatch(key)]
+    others = [key for key in tensors if key not in beside]
+    if beside and any(all(key.startswith(prefix) for key in others) for prefix in _PREFIXES):
+        notes.append(f"left out keys that are not part of the model: {shortened(', '.join(beside))}")
+        tensors = {key: tensors[key] for key in others}
+    while prefix := next(
+        (p for p in _PREFIXES if tensors and all(key.startswith(p) and key != p for key in tensors)), ""
+    ):
+        notes.append(f"took the prefix {prefix!r} off every key")
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    if infixes := sorted({found[1] for key in tensors for found in _INFIX.finditer(key)}):
+        notes.append(f"took {', '.join(map(repr, infixes))} out of the keys")
+        tensors = {_INFIX.sub("", key): value for key, value in tensors.items()}
+    return tensors

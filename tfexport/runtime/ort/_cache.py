@@ -1,0 +1,198 @@
+"""Store the keys and values of all layers, on the host or on the device.
+
+Rows stay in place while others come and go. Places that were never written are 0, and a row is overwritten before its
+next user reads it: a masked place has weight 0, but 0 · NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from tfexport.contract import ModelSpec
+from tfexport.precision import FLOAT
+from tfexport.runtime.ort._device import ELEMENT_TYPE, ITEM_BYTES, RowGather
+from tfexport.runtime.session import Ids
+
+# Initial capacity in tokens. It doubles when full, because attention is computed over the whole buffer, even on a GPU.
+FIRST_CAPACITY = 64
+
+
+class RowBuffers(ABC):
+    """Keys and values of every layer, each [rows, heads, length, …].
+
+    Attributes:
+        rows: capacity in rows.
+        length: capacity of each row in tokens.
+    """
+
+    rows: int
+    length: int
+
+    @abstractmethod
+    def resize(self, rows: int, length: int, live: int) -> None:
+        """Reallocate: copy the first `live` rows as far as they fit, zero the rest."""
+
+    @abstractmethod
+    def write(self, to: Ids, other: Self, of: Ids) -> None:
+        """Copy rows `of` of `other` to rows `to`; zero the rest of longer rows.
+
+        `other` is at most as long. It may be the same buffers if no row is in both `to` and `of`.
+        """
+
+    @abstractmethod
+    def clear(self, rows: Ids) -> None:
+        """Fill rows with zeros."""
+
+    @abstractmethod
+    def reorder(self, rows: Ids, length: int) -> bool:
+        """Copy row rows[r] to row r, up to `length`; return whether the memory changed."""
+
+    @abstractmethod
+    def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
+        """Bind rows from `first` on as the inputs `names`."""
+
+    @abstractmethod
+    def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
+        """Bind rows from `first` on as outputs; inputs are updated in place."""
+
+
+def row_buffers(spec: ModelSpec, gather: RowGather | None, rows: int, length: int) -> RowBuffers:
+    """Return zeroed buffers on the device of `gather`, or on the host without it."""
+    return _HostBuffers(spec, rows, length) if gather is None else _DeviceBuffers(gather, spec, rows, length)
+
+
+class _HostBuffers(RowBuffers):
+    """Arrays that NumPy shares with ONNX Runtime; only changed rows are copied."""
+
+    def __init__(self, spec: ModelSpec, rows: int, length: int) -> None:
+        self.rows, self.length, self._spec = rows, length, spec
+        self._arrays = self._zeros()
+
+    def _zeros(self) -> list[NDArray[Any]]:
+        heads, dtype = self._spec.cache_heads, FLOAT[self._spec.precision]
+        return [np.zeros((self.rows, heads, self.length, width), dtype) for width in cache_widths(self._spec)]
+
+    def resize(self, rows: int, length: int, live: int) -> None:
+        kept = np.s_[:live, :, : min(length, self.length)]
+        self.rows, self.length, old = rows, length, self._arrays
+        self._arrays = self._zeros()
+        for array, before in zip(self._arrays, old, strict=True):
+            array[kept] = before[kept]
+
+    def write(self, to: Ids, other: _HostBuffers, of: Ids) -> None:
+        for array, theirs in zip(self._arrays, other._arrays, strict=True):
+            array[to, :, : other.length] = theirs[of]
+            array[to, :, other.length :] = 0
+
+    def clear(self, rows: Ids) -> None:
+        for array in self._arrays:
+            array[rows] = 0
+
+    def reorder(self, rows: Ids, length: int) -> bool:
+        moved = np.flatnonzero(rows != np.arange(rows.size))
+        for array in self._arrays:
+            array[moved, :, :length] = array[rows[moved], :, :length]
+        return False
+
+    def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
+        for name, array in zip(names, self._arrays, strict=True):
+            io.bind_input(name, "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data)
+
+    def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
+        for name, array in zip(names, self._arrays, strict=True):
+            io.bind_output(name, "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data)
+
+
+class _DeviceBuffers(RowBuffers):
+    """One block of device memory, with all keys and values one after the other.
+
+    Each is [rows, heads, length, …]. Every move copies units. A unit is some tokens of one row and head, with a number
+    of items that divides both keys and values. A unit of zeros follows the last value.
+    """
+
+    def __init__(self, gather: RowGather, spec: ModelSpec, rows: int, length: int) -> None:
+        self.rows, self.length, self._spec, self._gather = 0, length, spec, gather
+        self._item = ITEM_BYTES[gather.dtype]
+        self._divisor = math.gcd(spec.head_dim, spec.value_dim)
+        self._memory = gather.device.zeros(length * self._divisor * self._item)
+        if rows:
+            self.resize(rows, length, 0)
+
+    def resize(self, rows: int, length: int, live: int) -> None:
+        places = math.gcd(self.length, length)
+        units, zero = self._units(places)
+        orders = []
+        for old, shape in zip(units, self._shapes(rows, length, places), strict=True):
+            order = np.full(shape, zero)
+            kept = np.s_[:live, :, : min(old.shape[2], shape[2])]
+            order[kept] = old[kept]
+            orders.append(order)
+        self._move(orders, zero, rows, length, places)
+
+    def write(self, to: Ids, other: _DeviceBuffers, of: Ids) -> None:
+        places = math.gcd(self.length, other.length)
+        units, zero = other._units(places)
+        # One run for neighboring rows of each key or value.
+        stretches = np.split(np.arange(to.size), np.flatnonzero(np.diff(to) != 1) + 1)
+        for index, (theirs, shape) in enumerate(zip(units, self._shapes(to.size, self.length, places), strict=True)):
+            order = np.full(shape, zero)
+            order[:, :, : theirs.shape[2]] = theirs[of]
+            for stretch in stretches:
+                address = self._address(index, int(to[stretch[0]]))
+                self._gather.copy(other._memory, places * self._divisor, order[stretch], address)
+
+    def clear(self, rows: Ids) -> None:
+        self.write(rows, _DeviceBuffers(self._gather, self._spec, 1, self.length), np.zeros_like(rows))
+
+    def reorder(self, rows: Ids, length: int) -> bool:
+        units, zero = self._units(self.length)
+        self._move([unit[rows] for unit in units], zero, rows.size, self.length, self.length)
+        return True
+
+    def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
+        for index, name in enumerate(names):
+            io.bind_input(*self._place(index, name, rows), self._address(index, first))
+
+    def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
+        for index, name in enumerate(names):
+            io.bind_output(*self._place(index, name, rows), self._address(index, first))
+
+    def _place(self, index: int, name: str, rows: int) -> tuple[str, str, int, int, list[int]]:
+        shape = [rows, self._spec.cache_heads, self.length, cache_widths(self._spec)[index]]
+        return name, self._gather.device.type, 0, ELEMENT_TYPE[self._gather.dtype], shape
+
+    def _address(self, index: int, row: int) -> int:
+        widths = cache_widths(self._spec)
+        items = (self.rows * sum(widths[:index]) + row * widths[index]) * self._spec.cache_heads * self.length
+        address: int = self._memory.data_ptr() + items * self._item
+        return address
+
+    def _shapes(self, rows: int, length: int, places: int) -> list[tuple[int, int, int]]:
+        heads = self._spec.cache_heads
+        return [(rows, heads, length // places * (width // self._divisor)) for width in cache_widths(self._spec)]
+
+    def _units(self, places: int) -> tuple[list[Ids], int]:
+        """Return the unit numbers of each key and value, and that of the unit of zeros."""
+        shapes = self._shapes(self.rows, self.length, places)
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        units = np.split(np.arange(ends[-1]), ends[:-1])
+        return [each.reshape(shape) for each, shape in zip(units, shapes, strict=True)], int(ends[-1])
+
+    def _move(self, orders: list[Ids], zero: int, rows: int, length: int, places: int) -> None:
+        order = np.concatenate([*(order.ravel() for order in orders), np.full(length // places, zero)])
+        width = places * self._divisor
+        memory = self._gather.device.reserve(order.size * width * self._item)
+        self._gather.copy(self._memory, width, order, memory.data_ptr())
+        self._memory, self.rows, self.length = memory, rows, length
+
+
+def cache_widths(spec: ModelSpec) -> list[int]:
+    """Return the width of each key and value of all layers, in graph order."""
+    return [spec.head_dim, spec.value_dim] * spec.layers

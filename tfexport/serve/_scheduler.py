@@ -1,0 +1,293 @@
+"""Queue requests, and choose which ones join the running batches."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import threading
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tfexport.decode.loop import JOIN_SHARE, Loop, Update
+from tfexport.decode.request import Request, Status
+from tfexport.errors import BackendError, InputError, QueueFull, ServingError, TfexportError
+from tfexport.runtime.session import Session
+from tfexport.serve._generation import Event, Generation
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.observer import Observer
+
+# Several steps run in one call for at most this time, because arriving requests have to wait for the call.
+TOGETHER_S = 0.005
+# Weight of the newest step in the moving average of step times.
+NEWEST = 0.2
+# Maximum number of steps that free slots wait, so that several requests can join together.
+HELD_STEPS = 8
+# Number of departures that the queue's rate is estimated from.
+RATE_WINDOW = 64
+MAX_RETRY_AFTER_S = 60
+Job = Generation[Any, Any]
+
+
+class WaitingQueue:
+    """A bounded, thread-safe queue of generations, oldest first.
+
+    A priority counts as seconds of age, so no request waits forever.
+    """
+
+    def __init__(self, max_jobs: int, max_tokens: int) -> None:
+        """Create an empty queue; `max_tokens` does not apply to a single job."""
+        self._max_jobs, self._max_tokens = max_jobs, max_tokens
+        self._jobs: list[Job] = []
+        self.num_rows = self._num_tokens = 0
+        self._departed: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._closed: ServingError | None = None
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed is not None
+
+    def put(self, job: Job) -> None:
+        """Add a job; raise `QueueFull`, or the reason of `close`."""
+        with self._changed:
+            self.check_open()
+            if not self._jobs:
+                self._departed.clear()  # the rate is measured only while jobs wait
+            tokens = self._num_tokens + job.source_length * job.num_sources
+            if len(self._jobs) >= self._max_jobs or (self._jobs and tokens > self._max_tokens):
+                raise QueueFull(
+                    f"{len(self._jobs)} requests with {self._num_tokens} source tokens wait, the limits are "
+                    f"{self._max_jobs} and {self._max_tokens}; come again later",
+                    retry_after_s=self._retry_after_s(),
+                )
+            insort(self._jobs, job, key=lambda one: one.arrived - one.priority)
+            self._count(job, 1)
+            self._changed.notify()
+
+    def check_open(self) -> None:
+        """Raise the reason of `close` if the queue is closed."""
+        if self._closed:
+            raise copy.copy(self._closed)  # raising the same error repeatedly would extend its traceback
+
+    def cancel(self, job: Job) -> bool:
+        """Mark a job as cancelled and remove it; return whether it was waiting."""
+        with self._changed:  # `take` sets the status too
+            job.status = Status.CANCELLED
+            return self._take_out(job)
+
+    def take(self, choose: Callable[[list[Job]], list[Job]]) -> list[Job]:
+        """Remove the jobs that `choose` selects, and mark them as running."""
+        with self._changed:
+            chosen = choose(self._jobs)
+            for job in chosen:
+                self._take_out(job)
+                job.status = Status.RUNNING
+                self._departed.append(time.monotonic())
+            return chosen
+
+    def take_late(self, now: float) -> list[Job]:
+        """Remove and return the jobs that missed their deadline."""
+        with self._changed:
+            late = [job for job in self._jobs if job.deadline <= now]
+            for job in late:
+                self._take_out(job)
+            return late
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a job, for `close`, or for the timeout."""
+        with self._changed:
+            if not self._jobs and not self._closed:
+                self._changed.wait(timeout_s)
+
+    def close(self, reason: ServingError) -> None:
+        """Refuse new jobs with this error; waiting jobs remain."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify()
+
+    def _take_out(self, job: Job) -> bool:
+        if job not in self._jobs:
+            return False
+        self._jobs.remove(job)
+        self._count(job, -1)
+        return True
+
+    def _count(self, job: Job, sign: int) -> None:
+        self.num_rows += sign * job.num_rows
+        self._num_tokens += sign * job.source_length * job.num_sources
+
+    def _retry_after_s(self) -> int:
+        """Estimate the seconds until half of the queue has left."""
+        if len(self._departed) < 2:
+            return 1
+        took = time.monotonic() - self._departed[0]
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(len(self._jobs) / 2 * took / len(self._departed))))
+
+
+class Scheduler:
+    """Let jobs leave and join the running batches between two steps.
+
+    Cancelled and late jobs leave; waiting jobs join within the encoder's budget. It is used on one thread only.
+
+    Attributes:
+        slots: maximum number of rows that are decoded at once.
+        num_rows: slots in use after the newest step, including jobs that are not encoded yet.
+    """
+
+    def __init__(self, session: Session, waiting: WaitingQueue, config: ServingConfig, observer: Observer) -> None:
+        most = session.limits.rows.most
+        self.slots = config.slots if most is None else min(config.slots, most)
+        self.num_rows = 0
+        self._session, self._waiting, self._observer = session, waiting, observer
+        # If the batch cannot be joined later, all waiting jobs are encoded together.
+        self._budget = config.encoder_budget if session.batch().can_join else sys.maxsize
+        self._loop = Loop(session, self.slots)
+        self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
+        self._entering: deque[Request] = deque()  # running parts that are not encoded yet
+        self._beginning: dict[int, Job] = {}  # jobs that get their first token in the next step
+        self._held_at: int | None = None  # number of steps when free slots began to wait for company
+        self._step_s = TOGETHER_S
+        self._is_held = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any job is waiting or running."""
+        return bool(self._running or len(self._waiting))
+
+    def step(self) -> list[Event]:
+        """Let jobs leave and join, and run one or more decoder steps.
+
+        Raises:
+            BackendError: the backend failed; the running jobs cannot continue.
+        """
+        now = time.monotonic()
+        events = [Event(job, outcome=job.late()) for job in self._waiting.take_late(now)]
+        events += self._leave(now)
+        events += self._join()
+        if self._loop.is_busy:
+            events += self._take_step()
+        self.num_rows = self._count_rows()
+        return events
+
+    def _leave(self, now: float) -> list[Event]:
+        running = {job.id: job for job, _ in self._running.values()}.values()
+        gone = [job for job in running if job.status is Status.CANCELLED or job.deadline <= now]
+        if gone:
+            self._forget(gone)
+        return [Event(job, outcome=job.late()) for job in gone if job.status is not Status.CANCELLED]
+
+    def _join(self) -> list[Event]:
+        start, events, budget = time.monotonic(), list[Event](), self._budget
+        self._is_held = False
+        if not self._entering and len(self._waiting):
+            for job in self._waiting.take(self._choose):
+                job.joined = start
+                self._observer.joined(start - job.arrived, job.source_length)
+                if job.request.config.return_alternatives:
+                    budget -= job.source_length  # it was encoded to find the alternatives
+                try:
+                    job.expand(self._session)
+                except (InputError, BackendError) as error:  # it concerns only this job
+                    events.append(Event(job, outcome=error))
+                    continue
+                self._running |= {part.id: (job, part) for part in job.parts}
+                self._entering += job.parts
+        if parts := self._take_entering(budget):
+            self._loop.submit(parts)
+            self._loop.admit()
+            self._observer.encoded(time.monotonic() - start)
+        self._is_held = self._is_held or bool(self._entering)
+        return events
+
+    def _choose(self, waiting: list[Job]) -> list[Job]:
+        """Select the oldest jobs that fit; the first may exceed the encoder's budget."""
+        free = self.slots - self._count_rows()
+        if self._wait_for_company(free):
+            return []
+        chosen: list[Job] = []
+        num_sources = longest = 0
+        for job in waiting:
+            if not self._loop.can_join(job.width):
+                continue
+            if job.num_rows > free:
+                break
+            longest = max(longest, job.source_length)
+            if chosen and longest * (num_sources + 1) > self._budget:
+                self._is_held = True
+                break
+            chosen.append(job)
+            free -= job.num_rows
+            num_sources += job.num_sources
+        return chosen
+
+    def _wait_for_company(self, free: int) -> bool:
+        """Return whether to wait a few steps for more free slots."""
+        few = min(-(-self.slots // JOIN_SHARE), self._waiting.num_rows)
+        if free == self.slots or not 0 < free < few:
+            self._held_at = None
+            return free == 0
+        if self._held_at is None:
+            self._held_at = self._loop.num_steps
+        return self._loop.num_steps - self._held_at < HELD_STEPS
+
+    def _take_entering(self, budget: int) -> list[Request]:
+        """Take at least one source to encode, unless alternatives used the budget."""
+        parts: list[Request] = []
+        longest = 0
+        while self._entering:
+            longest = max(longest, len(self._entering[0].source_ids))
+            if (parts or budget < self._budget) and longest * (len(parts) + 1) > budget:
+                break
+            part = self._entering.popleft()
+            job, _ = self._running[part.id]
+            if math.isnan(job.began):
+                self._beginning[job.id] = job
+            parts.append(part)
+        return parts
+
+    def _take_step(self) -> list[Event]:
+        rows, before, start = self._loop.num_rows, self._loop.num_steps, time.monotonic()
+        updates = self._loop.step(1 if self._is_held else max(1, int(TOGETHER_S / self._step_s)))
+        end = time.monotonic()
+        if taken := self._loop.num_steps - before:
+            self._step_s += NEWEST * ((end - start) / taken - self._step_s)
+            self._observer.stepped(end - start, taken, rows)
+        for job in self._beginning.values():
+            job.began = end
+            self._observer.began(end - job.arrived)
+        self._beginning.clear()
+        return [event for update in updates if (event := self._event(update))]
+
+    def _event(self, update: Update) -> Event | None:
+        """Return the event of an update; None if other parts of its job are unfinished."""
+        found = self._running.get(update.request.id)
+        if found is None:  # another part of its job failed in this step
+            return None
+        job, part = found
+        if isinstance(update.outcome, TfexportError):
+            self._forget([job])
+            return Event(job, outcome=update.outcome)
+        tokens = () if update.token_id is None else (update.token_id,)
+        if update.outcome is None:
+            return Event(job, tokens)
+        del self._running[part.id]
+        whole = job.take(part, update.outcome)
+        return Event(job, tokens, whole) if tokens or whole is not None else None
+
+    def _forget(self, jobs: list[Job]) -> None:
+        parts = [part for job in jobs for part in job.parts]
+        self._loop.cancel(parts)
+        for part in parts:
+            self._running.pop(part.id, None)
+        self._entering = deque(part for part in self._entering if part.id in self._running)
+
+    def _count_rows(self) -> int:
+        return sum(job.width for job, _ in self._running.values())

@@ -1,0 +1,241 @@
+"""Assign sources to slots on the device, and copy their KV caches there."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Form, decoder_graph, key_value_names
+from tfexport.precision import FLOAT
+from tfexport.runtime.session import Ids
+from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, CudaGraphRunner, LruCache
+from tfexport.tensorrt.session._resources import ITEM_BYTES, DeviceResources, bytes_of, shape_of
+
+SCRATCH = "scratch"
+SlotCopy = tuple[int, int]  # source slot, target slot
+Pair = tuple[str, str]  # cache that is read, cache that is written
+
+
+def bucket(number: int, most: int) -> int:
+    """Round up to a power of two, but at most to `most`."""
+    return min(1 << (number - 1).bit_length(), most)
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Assigns the sources of a batch to slots.
+
+    The device decodes all slots, used or not, so that shapes do not change. When a source leaves, only this map
+    changes: its slot is still decoded, but the result is not read.
+    """
+
+    size: int  # number of slots, the padded batch size
+    width: int  # rows of each slot
+    source_len: int  # tokens of a slot's source, padding included
+    capacity: int  # tokens that fit into the cache of a row
+    slots: Ids  # slot of each source, int64 [sources]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows on the device."""
+        return self.size * self.width
+
+    @cached_property
+    def rows(self) -> Ids:
+        """Device row of each row of the batch, int64 [rows]."""
+        rows: Ids = (self.slots[:, None] * self.width + np.arange(self.width)).ravel()
+        return rows
+
+    def fit(self, first: int, size: int) -> tuple[BatchLayout, list[SlotCopy]]:
+        """Move all sources into slots first … size - 1, which must be enough.
+
+        Returns:
+            The new layout and its copies. Each copy goes into a free slot, so their order does not matter.
+        """
+        outside = (self.slots < first) | (self.slots >= size)
+        free = np.setdiff1d(np.arange(first, size), self.slots)[: np.count_nonzero(outside)]
+        copies = list(zip(self.slots[outside].tolist(), free.tolist(), strict=True))
+        slots = self.slots.copy()
+        slots[outside] = free
+        return replace(self, size=size, slots=slots), copies
+
+
+class Caches:
+    """KV caches of source and target.
+
+    Rows are the leading axis of every tensor, so a slot is contiguous. Each target cache has a twin: a reorder or a
+    concat step reads `past_*` and writes `present_*`, then the two swap names. Static form: each row has memory for
+    `capacity` tokens and is written in place; the first reorder allocates the twins. Concat form: each row has memory
+    for past_len tokens, and each step writes the twins.
+
+    Attributes:
+        side: 0 or 1, changes with every swap; a CUDA graph is valid only for the side that it was captured on.
+    """
+
+    def __init__(self, device: DeviceResources, form: Form) -> None:
+        self.side = 0
+        self._device, self._form = device, form
+        spec = device.engines.spec
+        graph = decoder_graph(spec, form)
+        self._tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.outputs)}
+        self._past, self._cross = key_value_names("past", spec.layers), key_value_names("cross", spec.layers)
+        self._present = key_value_names("present", spec.layers)
+        self._item_bytes = ITEM_BYTES[FLOAT[spec.precision]]
+        self._reorder = CacheReorder(device)
+
+    def sizes(self, layout: BatchLayout) -> dict[str, int]:
+        """Return the size of each buffer in bytes."""
+        twins = self._present if self._form == "concat" else ()
+        return self._sizes((*self._cross, *self._past, *twins), layout)
+
+    def twin_sizes(self, layout: BatchLayout) -> dict[str, int]:
+        """Return the size of each twin in bytes; a reorder needs the twins."""
+        return self._sizes(self._present, layout)
+
+    def copy_slots(self, layout: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
+        """Queue copies of whole slots into free slots; `layout` contains all of them."""
+        for names, rows in ((self._cross, 1), (self._past, layout.width)):
+            for name, numbers in self._row_sizes(names, layout, past_len).items():
+                num_bytes, address = rows * numbers * self._item_bytes, self._device.memory[name]
+                for source, target in copies:
+                    start = address + target * num_bytes
+                    self._device.cuda.copy(start, address + source * num_bytes, num_bytes, self._device.stream)
+
+    def resize(self, before: BatchLayout, after: BatchLayout) -> None:
+        """Queue the change of all slots to another source length and capacity."""
+        device = self._device
+        for names, rows in ((self._cross, after.size), (self._past, after.num_rows)):
+            old, new = (self._row_sizes(names, layout, 0) for layout in (before, after))
+            if old == new:
+                continue
+            device.memory.reserve({SCRATCH: rows * max(old.values()) * self._item_bytes})
+            pieces = rows * device.engines.spec.cache_heads
+            for name in names:
+                address, scratch = device.memory[name], device.memory[SCRATCH]
+                was, now = (rows * numbers[name] * self._item_bytes for numbers in (old, new))
+                device.cuda.copy(scratch, address, was, device.stream)
+                # Zeros, because a masked position has weight 0, and 0 · NaN is NaN.
+                device.cuda.clear(address, now, device.stream)
+                device.cuda.copy_2d(address, now // pieces, scratch, was // pieces, pieces, device.stream)
+
+    def clear_rows(self, layout: BatchLayout, num_rows: int) -> None:
+        """Queue zeros for the first rows of the target's caches."""
+        # A NaN of an earlier batch would spread.
+        for name, numbers in self._row_sizes(self._past, layout, 0).items():
+            num_bytes = num_rows * numbers * self._item_bytes
+            self._device.cuda.clear(self._device.memory[name], num_bytes, self._device.stream)
+
+    def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
+        """Queue a reorder: row r becomes row order[r], int64 [rows]; needs the twins."""
+        widths = self._row_sizes(self._past, layout, past_len)
+        pairs = {(name, twin): widths[name] for name, twin in zip(self._past, self._present, strict=True)}
+        key = (layout.num_rows, layout.capacity, self.side) if self._form == "static" else None
+        self._reorder.run(pairs, order, key)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Swap the twins, so that the next step reads what was written last."""
+        for past, present in zip(self._past, self._present, strict=True):
+            self._device.memory.exchange(past, present)
+        self.side = 1 - self.side
+
+    def forget(self) -> None:
+        """Free the CUDA graphs before buffers move or the replica closes."""
+        self._reorder.forget()
+
+    def _sizes(self, names: Sequence[str], layout: BatchLayout) -> dict[str, int]:
+        lengths = dict.fromkeys(("capacity", "past_len", "past_len + target_len"), layout.capacity)
+        dims = {"batch": layout.size, "rows": layout.num_rows, "source_len": layout.source_len, **lengths}
+        return {name: bytes_of(self._tensors[name], dims) for name in names}
+
+    def _row_sizes(self, names: Sequence[str], layout: BatchLayout, past_len: int) -> dict[str, int]:
+        # In elements, not bytes.
+        lengths = {"source_len": layout.source_len, "capacity": layout.capacity, "past_len": past_len}
+        dims = {"batch": 1, "rows": 1, **lengths}
+        return {name: math.prod(shape_of(self._tensors[name], dims)) for name in names}
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    contexts: Mapping[int, Context]  # by row width
+    runner: CudaGraphRunner
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class CacheReorder:
+    """Copies rows of each cache into its twin with the `reorder` engine."""
+
+    def __init__(self, device: DeviceResources) -> None:
+        self._device = device
+        self._order: Ids = device.pinned(device.engines.limits.max_batch, np.int64)
+        self._order_was_read = device.event()
+        device.memory.reserve({ORDER: self._order.nbytes})
+        self._context = device.context(REORDER)
+        self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
+
+    def run(self, widths: Mapping[Pair, int], order: Ids, key: tuple[int, ...] | None) -> None:
+        """Queue a gather: row r of each written cache becomes row order[r] of its source.
+
+        Args:
+            widths: elements in a row, by pair of caches.
+            order: int64 [rows].
+            key: calls with an equal key share a CUDA graph; None does not use one.
+        """
+        pairs: dict[int, list[Pair]] = defaultdict(list)
+        for pair, width in widths.items():
+            pairs[width].append(pair)
+        self._device.cuda.wait(self._order_was_read)
+        self._order[: order.size] = order
+        if key is not None:
+            self._replay(pairs, order.size, key)
+        else:
+            self._upload(order.size)
+            for width, group in pairs.items():
+                self._bind(self._context, width, order.size)
+                self._gather(self._context, group)
+        self._device.cuda.record(self._order_was_read, self._device.stream)
+
+    def forget(self) -> None:
+        """Free the CUDA graphs."""
+        self._recorded.clear()
+
+    def _replay(self, pairs: Mapping[int, Sequence[Pair]], num_rows: int, key: tuple[int, ...]) -> None:
+        device = self._device
+
+        def record() -> _Recorded:
+            contexts = {width: device.context(REORDER, use="be captured") for width in pairs}
+            for width, context in contexts.items():
+                self._bind(context, width, num_rows)
+            return _Recorded(contexts, CudaGraphRunner(device.cuda, device.stream, device.engines.capture))
+
+        recorded = self._recorded.get(key, record)
+
+        def queue() -> None:
+            self._upload(num_rows)
+            for width, group in pairs.items():
+                self._gather(recorded.contexts[width], group)
+
+        def can_capture() -> bool:
+            return all(context.can_be_captured(device.stream) for context in recorded.contexts.values())
+
+        recorded.runner.run(REORDER, queue, can_capture)
+
+    def _upload(self, num_rows: int) -> None:
+        self._device.cuda.upload(self._device.memory[ORDER], self._order[:num_rows], self._device.stream)
+
+    def _bind(self, context: Context, width: int, num_rows: int) -> None:
+        shapes = {CACHE: (num_rows, width), ORDER: (num_rows,)}
+        context.bind(shapes, {ORDER: self._device.memory[ORDER]})
+
+    def _gather(self, context: Context, pairs: Sequence[Pair]) -> None:
+        memory = self._device.memory
+        for source, target in pairs:
+            context.place({CACHE: memory[source], REORDERED: memory[target]})
+            context.run(self._device.stream)

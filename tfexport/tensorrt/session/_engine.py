@@ -1,0 +1,258 @@
+"""Wrap an engine, its execution contexts and CUDA graphs.
+
+Every refusal of the library becomes a `BackendError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from tfexport.contract import GraphSpec
+from tfexport.errors import BackendError, raise_all
+from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt.config import Shape
+from tfexport.tensorrt.cuda import Cuda, Graph
+
+# Shapes change between runs; shapes stay and `CudaGraphRunner` captures them; shapes stay and the library does.
+Use = Literal["any shapes", "be captured", "replay itself"]
+# CUDA graphs of one kind per replica. Six batch sizes, three source lengths and two numbers of candidates are 36. With
+# too few, a shrinking batch evicts graphs that it needs again, and each takes a context, a run and a capture.
+MAX_GRAPHS = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A deserialized engine that creates contexts for any number of threads.
+
+    TensorRT-RTX compiles kernels when it first needs them; all contexts share one cache of kernels.
+    """
+
+    def __init__(
+        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kept: KernelStore | None = None
+    ) -> None:
+        """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors."""
+        self.name = name
+        self._engine, self._trt, self._reason, self._kept = engine, trt, reason, kept
+        self._kernels: Any = None  # an `IRuntimeCache`, from the first context on
+        self._lock = threading.Lock()
+
+    def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
+        """Raise `BackendError` if tensors, profiles or aliases (output: input) differ."""
+        engine = self._engine
+        found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+        wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
+        problems = [f"has {name}, which the graph has not" for name in sorted(found - wanted)]
+        problems += [f"lacks {name}" for name in sorted(wanted - found)]
+        if engine.num_optimization_profiles != num_profiles:
+            problems.append(f"has {engine.num_optimization_profiles} profiles, expected {num_profiles}")
+        if not problems and hasattr(engine, "get_aliased_input_tensor"):
+            problems += [
+                f"does not write {output} into the memory of {wanted_input}"
+                for output, wanted_input in aliases.items()
+                if engine.get_aliased_input_tensor(output) != wanted_input
+            ]
+        raise_all(BackendError, f"trt: the engine {self.name}, build it again with tfexport trt --force", problems)
+
+    def activation_bytes(self, profile: int) -> int:
+        """Return the device memory for activations in a profile, for any shapes."""
+        for name in ("get_device_memory_size_for_profile_v2", "get_device_memory_size_for_profile"):
+            if hasattr(self._engine, name):
+                return int(getattr(self._engine, name)(profile))
+        # The older property has only 32 bits.
+        whole = "device_memory_size_v2" if hasattr(self._engine, "device_memory_size_v2") else "device_memory_size"
+        return int(getattr(self._engine, whole))
+
+    def largest_shape(self, name: str, profile: int) -> Shape:
+        """Return the largest shape of an input in a profile."""
+        _, _, largest = self._engine.get_tensor_profile_shape(name, profile)
+        return tuple(largest)
+
+    def context(self, profile: int, stream: int, use: Use) -> Context:
+        """Create a context; call `use_memory` on it before it runs."""
+        with self._lock:
+            made = self._make(use)
+            if made is None:
+                raise BackendError(f"trt: no execution context for {self.name}: {self._reason()}")
+            if not made.set_optimization_profile_async(profile, stream):
+                raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
+        return Context(self.name, made, self._reason)
+
+    def kernels(self) -> bytes | None:
+        """Return the serialized kernels, or None if the library compiles none."""
+        with self._lock:
+            serialized = None if self._kernels is None else self._kernels.serialize()
+        return None if serialized is None else bytes(serialized)
+
+    def _make(self, use: Use) -> Any:
+        user_managed = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not hasattr(self._engine, "create_runtime_config"):
+            return self._engine.create_execution_context(user_managed)
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(user_managed)
+        if hasattr(config, "cuda_graph_strategy"):
+            strategies = self._trt.CudaGraphStrategy
+            captures = use == "replay itself"
+            config.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE if captures else strategies.DISABLED
+        if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
+            # Kernels compiled in the background come too late for a captured graph, which keeps the general ones. If
+            # shapes change all the time, waiting for specialized kernels would take longer than they save.
+            strategies = self._trt.DynamicShapesKernelSpecializationStrategy
+            strategy = strategies.LAZY if use == "any shapes" else strategies.EAGER
+            config.dynamic_shapes_kernel_specialization_strategy = strategy
+        if hasattr(config, "create_runtime_cache"):
+            if self._kernels is None:
+                self._kernels = config.create_runtime_cache()
+                kept = self._kept.read(self.name) if self._kept else None
+                if kept is not None:
+                    self._kernels.deserialize(kept)  # the library recompiles kernels that it does not accept
+            if not config.set_runtime_cache(self._kernels):
+                raise BackendError(f"trt: {self.name} refuses a cache for its kernels: {self._reason()}")
+        return self._engine.create_execution_context(config)
+
+
+class Context:
+    """An execution context; shapes and addresses stay until they are set again."""
+
+    def __init__(self, name: str, context: Any, reason: Callable[[], str]) -> None:
+        self._name, self._context, self._reason = name, context, reason
+
+    def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        """Set the shape of every input and the address of every tensor.
+
+        Addresses are on the device, or on the host for inputs that shapes depend on.
+        """
+        # Shapes can depend on a value that is stored at an address, so the addresses come first.
+        self.place(addresses)
+        for name, shape in shapes.items():
+            if not self._context.set_input_shape(name, shape):
+                spelled = "x".join(map(str, shape))
+                raise BackendError(
+                    f"trt: {self._name} refuses the shape {spelled} of {name}: {self._reason()}; "
+                    f"ask for less, or build others: tfexport trt BUNDLE --maxShapes {name}:{spelled} --force"
+                )
+        try:
+            missing = self._context.infer_shapes()
+        except RuntimeError as error:
+            raise BackendError(f"trt: {self._name} cannot infer its shapes: {self._reason()}") from error
+        if missing:
+            raise BackendError(f"trt: {self._name} still lacks the shape or address of {', '.join(missing)}")
+
+    def use_memory(self, address: int, num_bytes: int) -> None:
+        """Set the activation memory; contexts that do not run at once may share it."""
+        if hasattr(self._context, "set_device_memory"):
+            self._context.set_device_memory(address, num_bytes)
+        else:
+            self._context.device_memory = address
+
+    def place(self, addresses: Mapping[str, int]) -> None:
+        """Set the addresses of tensors without changing shapes."""
+        for name, address in addresses.items():
+            if not self._context.set_tensor_address(name, address):
+                raise BackendError(f"trt: {self._name} refuses the address of {name}: {self._reason()}")
+
+    def run(self, stream: int) -> None:
+        """Queue the engine on a stream."""
+        if not self._context.execute_async_v3(stream):
+            raise BackendError(f"trt: {self._name} failed: {self._reason()}")
+
+    def can_be_captured(self, stream: int) -> bool:
+        """Return whether a run with the current shapes can become a CUDA graph."""
+        ask = getattr(self._context, "is_stream_capturable", None)
+        return ask is None or bool(ask(stream))
+
+
+class CaptureSwitch:
+    """Turns off CUDA graphs for a whole session after the first failed capture."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    def switch_off(self, reason: BackendError) -> None:
+        """Stop capturing; log a warning the first time."""
+        if self.is_on:
+            self.is_on = False
+            _log.warning("trt: decoding goes on without CUDA graphs, so steps take longer: %s", reason)
+
+
+class CudaGraphRunner:
+    """Queues repeated calls on one stream, from the second run on as a CUDA graph.
+
+    The first run is not captured, because engines then prepare for their shapes, which a capture does not allow. If a
+    capture fails, calls are queued one by one, as in NVIDIA's samples (https://github.com/NVIDIA/TensorRT,
+    samples/common/sampleInference.cpp).
+    """
+
+    def __init__(self, cuda: Cuda, stream: int, switch: CaptureSwitch) -> None:
+        self._cuda, self._stream, self._switch = cuda, stream, switch
+        self._captures: bool | None = None
+        self._graphs: dict[str, Graph] = {}
+
+    def run(self, name: str, queue: Callable[[], None], can_capture: Callable[[], bool]) -> None:
+        """Call `queue`, or launch the graph that was captured from it.
+
+        Args:
+            name: equal names mean equal calls.
+            queue: must neither wait nor allocate; called again if its capture fails.
+            can_capture: called once, after the first run. It is not stored, because the reference cycle would keep
+                contexts alive until the garbage collector frees them, possibly during a capture.
+        """
+        if self._captures and name not in self._graphs and self._switch.is_on:
+            self._capture(name, queue)
+        if name in self._graphs:
+            self._cuda.launch(self._graphs[name], self._stream)
+            return
+        queue()
+        if self._captures is None:
+            self._captures = can_capture()
+
+    def close(self) -> None:
+        """Free the CUDA graphs; none may be running."""
+        while self._graphs:
+            self._cuda.destroy_graph(self._graphs.popitem()[1])
+
+    def _capture(self, name: str, queue: Callable[[], None]) -> None:
+        self._cuda.synchronize(self._stream)  # the first run may still be preparing
+        try:
+            with self._cuda.capture(self._stream) as graph:
+                queue()
+        except BackendError as error:
+            self._switch.switch_off(error)
+        else:
+            self._graphs[name] = graph
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+class LruCache(Generic[T]):
+    """The `most` recently used items; calls `before_close` before it closes an item."""
+
+    def __init__(self, most: int, before_close: Callable[[], None]) -> None:
+        self._most, self._before_close = most, before_close
+        self._items: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the item of a key; make it if it is missing."""
+        found = self._items.pop(key, None)
+        if found is None:
+            if len(self._items) == self._most:
+                self._before_close()
+                self._items.pop(next(iter(self._items))).close()
+            found = make()
+        self._items[key] = found  # dictionaries keep insertion order
+        return found
+
+    def clear(self) -> None:
+        """Close all items."""
+        if self._items:
+            self._before_close()
+        while self._items:
+            self._items.popitem()[1].close()

@@ -1,0 +1,329 @@
+"""Decode one batch at a time on the GPU, and pool the replicas of a session."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+
+from tfexport.contract import (
+    ENCODER,
+    HIDDEN_STATES,
+    LOGITS,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
+    Form,
+    decoder_graph,
+    encoder_graph,
+)
+from tfexport.errors import BackendError
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
+from tfexport.tensorrt.session._cache import BatchLayout, Caches, SlotCopy, bucket
+from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, LruCache
+from tfexport.tensorrt.session._resources import DeviceResources, EngineSet, bytes_of, shape_of
+from tfexport.tensorrt.session._step import FOUND, GIVEN, OverlappedStep, Sizes, Step, StepIO
+
+# Free replicas to keep for later batches; the memory of others is freed.
+MAX_FREE_REPLICAS = 4
+
+Key = tuple[int, int, int]  # slots, rows per slot, source length
+
+
+class Encoder:
+    """Runs the encoder; its outputs stay on the device for the decoder."""
+
+    def __init__(self, device: DeviceResources) -> None:
+        self._device, self._graph = device, encoder_graph(device.engines.spec)
+        limits = device.engines.limits
+        size = limits.max_batch * limits.max_source_length
+        self._ids: Ids = device.pinned(size, np.int64)
+        self._mask: Mask = device.pinned(size, np.bool_)
+        self._context = device.context(ENCODER)
+
+    def sizes(self, size: int, source_len: int) -> dict[str, int]:
+        """Return the size of each buffer in bytes."""
+        dims = {"batch": size, "source_len": source_len}
+        return {tensor.name: bytes_of(tensor, dims) for tensor in (*self._graph.inputs, *self._graph.outputs)}
+
+    def run(self, source_ids: Ids, source_mask: Mask) -> None:
+        """Queue the encoder for the first slots.
+
+        `source_mask` is the mask of all slots, bool [size, source_len].
+        """
+        device, dims = self._device, {"batch": source_ids.shape[0], "source_len": source_ids.shape[1]}
+        self._context.bind(
+            {tensor.name: shape_of(tensor, dims) for tensor in self._graph.inputs},
+            {tensor.name: device.memory[tensor.name] for tensor in (*self._graph.inputs, *self._graph.outputs)},
+        )
+        self.upload_mask(source_mask)
+        self._ids[: source_ids.size] = source_ids.ravel()
+        device.cuda.upload(device.memory[SOURCE_IDS], self._ids[: source_ids.size], device.stream)
+        self._context.run(device.stream)
+
+    def upload_mask(self, source_mask: Mask) -> None:
+        """Queue the upload of the source mask of all slots, bool [size, source_len]."""
+        self._device.synchronize()  # earlier work may still read the pinned arrays
+        mask = self._mask[: source_mask.size]
+        mask[:] = source_mask.ravel()
+        self._device.cuda.upload(self._device.memory[SOURCE_MASK], mask, self._device.stream)
+
+    def hidden_states(self, batch: int, source_len: int) -> Floats:
+        """Copy the encoder's output to the host, float32 [batch, source_len, d_model]."""
+        device = self._device
+        hidden = device.cuda.pinned((batch, source_len, device.engines.spec.d_model), np.float32)
+        try:
+            device.cuda.download(hidden, device.memory[HIDDEN_STATES], device.stream)
+            device.synchronize()
+            return hidden.copy()
+        finally:
+            device.cuda.unpin(hidden)
+
+
+class Decoder:
+    """Runs prefills, decode steps and reorders in buffers that outlive the batch.
+
+    Static form: caches are written in place, and steps are replayed because addresses and shapes do not change. Concat
+    form: each step writes a longer cache into the other one of two buffers.
+    """
+
+    def __init__(self, device: DeviceResources, form: Form) -> None:
+        self._device, self._form = device, form
+        spec, largest = device.engines.spec, Sizes.largest(device.engines.limits)
+        given, found = (layout.itemsize for layout in largest.packed(spec, form))
+        logits = next(tensor for tensor in decoder_graph(spec, form).outputs if tensor.name == LOGITS)
+        device.memory.reserve({GIVEN: given, FOUND: found, LOGITS: bytes_of(logits, largest.dims(0))})
+        self._ios = StepIO(device, given, found), StepIO(device, given, found)
+        self._overlapped = OverlappedStep(self._ios)
+        self._contexts: dict[tuple[str, int], Context] = {}
+        self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)
+        self.caches = Caches(device, form)
+
+    def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
+        """Read prompts into the first slots, int64 [new rows, target_len], and wait.
+
+        Each prefill reads as many tokens as its profile accepts; a single remaining token is a step.
+        """
+        rows, longest = prompts.shape
+        plan = decoder_plan(self._form, layout.capacity, self._device.engines.limits)
+        most = self._device.engines.engines[plan].largest_shape(TARGET_IDS, PREFILL)[1]
+        for past_len in range(0, longest, most):
+            piece = prompts[:, past_len : past_len + most]
+            sizes = Sizes(rows // layout.width, rows, layout.source_len, piece.shape[1], 1, layout.capacity)
+            self._run_once(self._any_step(sizes, past_len), piece, np.full(rows, past_len, np.int64))
+
+    def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
+        """Run a step and wait; ids and lengths (tokens in the caches) are int64 [rows]."""
+        most = self._device.engines.limits.max_candidates
+        count = bucket(num_candidates, most)
+        sizes = Sizes(layout.size, layout.num_rows, layout.source_len, 1, count, layout.capacity)
+        rows = layout.rows
+        ids, past = np.zeros((2, layout.num_rows), np.int64)
+        ids[rows], past[rows] = target_ids, lengths
+        if self._form == "concat":
+            step = self._any_step(sizes, int(lengths[0]))
+            io = self._run_once(step, ids, past)
+        else:
+            step = self._graph_step(sizes)
+            io = self._overlapped.run(step, ids, rows, past)
+        return step.candidates(io, rows, num_candidates)
+
+    def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
+        """Queue a reorder: row r becomes row order[r], int64 [rows on the device]."""
+        self.drop()
+        if self._device.memory.reserve(self.caches.twin_sizes(layout)):
+            self.forget()
+        self.caches.reorder(layout, order, past_len)
+
+    def drop(self) -> None:
+        """Drop a step that was started early."""
+        self._overlapped.drop()
+
+    def forget(self) -> None:
+        """Free CUDA graphs whose addresses are or soon will be invalid."""
+        self._steps.clear()
+        self.caches.forget()
+
+    def _graph_step(self, sizes: Sizes) -> Step:
+        def make() -> Step:
+            context = self._device.context(self._plan(sizes), STEP, "be captured")
+            return Step(self._device, sizes, context, replays=True)
+
+        return self._steps.get((sizes, self.caches.side), make)
+
+    def _any_step(self, sizes: Sizes, past_len: int = 0) -> Step:
+        plan, profile = self._plan(sizes), PREFILL if sizes.target_len > 1 else STEP
+        context = self._contexts.get((plan, profile))
+        if context is None:
+            context = self._contexts[plan, profile] = self._device.context(plan, profile)
+        self._device.lend_activations(context, plan, profile)
+        return Step(self._device, sizes, context, past_len)
+
+    def _plan(self, sizes: Sizes) -> str:
+        return decoder_plan(self._form, sizes.capacity, self._device.engines.limits)
+
+    def _run_once(self, step: Step, ids: Ids, lengths: Ids) -> StepIO:
+        self._overlapped.drop()
+        io = self._ios[0]
+        step.feed(io, ids, lengths)
+        io.wait()
+        if self._form == "concat":
+            self.caches.exchange()
+        return io
+
+
+class Replica:
+    """A stream with buffers, contexts and CUDA graphs that successive batches use.
+
+    Attributes:
+        is_broken: a call failed, so the state of the device is unknown.
+        key: key of the newest batch, set when sources are added.
+    """
+
+    def __init__(self, engines: EngineSet) -> None:
+        self.is_broken = False
+        self.key: Key = (0, 0, 0)
+        self._device = DeviceResources(engines)
+        try:
+            self._encoder = Encoder(self._device)
+            self._decoder = Decoder(self._device, engines.form) if engines.form else None
+        except BaseException:
+            self._device.close()
+            raise
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder; the bundle must have one."""
+        assert self._decoder
+        return self._decoder
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory in use."""
+        return self._device.memory.num_bytes
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Mark the replica as broken if the block fails; raise if it is broken already."""
+        if self.is_broken:
+            raise BackendError("trt: this batch has failed before; open another one")
+        try:
+            yield
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    def make_room(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
+        """Make room for new sources in the first slots; `copies` lead to `after`."""
+        self.key = (after.size, after.width, after.source_len)
+        held = replace(before, size=max(before.size, after.size))
+        self.decoder.drop()
+        self._reserve(held, after)
+        self.decoder.caches.copy_slots(held, copies, past_len)
+        if before.slots.size:
+            self.decoder.caches.resize(held, after)
+
+    def read(self, layout: BatchLayout, source_ids: Ids, source_mask: Mask, prompts: Ids) -> None:
+        """Encode new sources into the first slots and prefill their prompts.
+
+        `source_mask` is the mask of all slots. `prompts` are int64 [new rows, target_len] without the last tokens;
+        target_len may be 0.
+        """
+        self.decoder.caches.clear_rows(layout, len(prompts))
+        self._encoder.run(source_ids, source_mask)
+        if prompts.size:
+            self.decoder.prefill(layout, prompts)
+
+    def fit(
+        self,
+        before: BatchLayout,
+        after: BatchLayout,
+        copies: Sequence[SlotCopy],
+        source_mask: Mask,
+        past_len: int,
+    ) -> None:
+        """Queue the change to another number of slots and another capacity.
+
+        `source_mask` is the mask of all new slots.
+        """
+        self.decoder.drop()
+        self.decoder.caches.copy_slots(before, copies, past_len)
+        if copies:
+            self._encoder.upload_mask(source_mask)
+        if before.capacity != after.capacity:
+            self._reserve(before, after)
+            self.decoder.caches.resize(before, after)
+
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Run an encoder-only bundle, float32 [batch, source_len, d_model]."""
+        self._device.memory.reserve(self._encoder.sizes(*source_ids.shape))
+        self._encoder.run(source_ids, source_mask)
+        return self._encoder.hidden_states(*source_ids.shape)
+
+    def _reserve(self, *layouts: BatchLayout) -> None:
+        most = dict[str, int]()
+        for layout in layouts:
+            sizes = self._encoder.sizes(layout.size, layout.source_len) | self.decoder.caches.sizes(layout)
+            most = {name: max(size, most.get(name, 0)) for name, size in sizes.items()}
+        if self._device.memory.reserve(most):  # graphs contain the old addresses
+            self.decoder.forget()
+
+    def close(self) -> None:
+        """Wait for running work and free everything, unless the device has failed."""
+        # After a fault every call of the device fails; the error that matters was raised when it happened.
+        with suppress(BackendError):
+            self._device.synchronize()
+            if self._decoder:
+                self._decoder.forget()
+            self._device.close()
+
+
+class ReplicaPool:
+    """The replicas of a session: one per running batch, and a few free ones.
+
+    The garbage collector may call `give_back`, so it takes no lock and does not use the device.
+    """
+
+    def __init__(self, engines: EngineSet) -> None:
+        self._engines = engines
+        self._lock = threading.Lock()
+        self._replicas: list[Replica] = []
+        self._free: deque[Replica] = deque()  # the newest is at the right end
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all replicas."""
+        return sum(replica.num_bytes for replica in list(self._replicas))
+
+    def take(self, key: Key) -> Replica:
+        """Return a free replica, preferably of the same key, or make one."""
+        with self._lock:
+            free = [self._free.pop() for _ in range(len(self._free))]
+            usable = [replica for replica in free if not replica.is_broken]
+            chosen = next((replica for replica in usable if replica.key == key), usable[0] if usable else None)
+            kept = [replica for replica in usable if replica is not chosen][:MAX_FREE_REPLICAS]
+            self._free.extendleft(kept)
+            for replica in free:
+                if replica is not chosen and replica not in kept:
+                    self._replicas.remove(replica)
+                    replica.close()
+            if chosen is None:
+                chosen = Replica(self._engines)
+                self._replicas.append(chosen)
+            return chosen
+
+    def give_back(self, replica: Replica) -> None:
+        """Make a replica available to other batches."""
+        self._free.append(replica)
+
+    def close(self) -> None:
+        """Free all replicas, including those in use."""
+        with self._lock:
+            self._free.clear()
+            while self._replicas:
+                self._replicas.pop().close()

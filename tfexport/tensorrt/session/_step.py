@@ -1,0 +1,245 @@
+"""Run decode steps of one shape, and overlap them with the host."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from tfexport.contract import (
+    CACHE_LENGTHS,
+    CANDIDATE_IDS,
+    CANDIDATE_LOGITS,
+    LOG_NORMALIZER,
+    NUM_CANDIDATES,
+    TARGET_IDS,
+    Form,
+    ModelSpec,
+    decoder_graph,
+)
+from tfexport.runtime.session import Candidates, Ids
+from tfexport.tensorrt.config import EngineLimits, decoder_plan
+from tfexport.tensorrt.session._engine import Context, CudaGraphRunner
+from tfexport.tensorrt.session._resources import Bytes, DeviceResources, offsets, packed, part, shape_of
+
+# Device buffers for the inputs from the host and the outputs to the host.
+GIVEN, FOUND = "given", "found"
+# If several candidates are requested, start the next step early after this many consecutive steps whose best tokens
+# were used. An unused early step costs a whole step; not starting one costs the host's time between two steps.
+SURE_AFTER = 8
+
+_FOUND = (CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
+_ITEM = np.dtype(np.int64).itemsize
+
+
+class StepIO:
+    """Pinned buffers for the inputs and outputs of a step.
+
+    Their layouts are `Step.given` and `Step.found`. They belong to the device from the launch until `wait` returns.
+    """
+
+    def __init__(self, device: DeviceResources, given: int, found: int) -> None:
+        self.given: Bytes = device.pinned(given, np.uint8)
+        self.found: Bytes = device.pinned(found, np.uint8)
+        self._cuda, self._event = device.cuda, device.event()
+
+    def record(self, stream: int) -> None:
+        """Mark the end of the step that was just queued."""
+        self._cuda.record(self._event, stream)
+
+    def wait(self) -> None:
+        """Wait for the newest step that used these buffers."""
+        self._cuda.wait(self._event)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Dimensions of a step; slots and rows include unused ones."""
+
+    batch: int
+    rows: int
+    source_len: int
+    target_len: int
+    num_candidates: int
+    capacity: int
+
+    @classmethod
+    def largest(cls, limits: EngineLimits) -> Sizes:
+        """Return the sizes of the largest step that engines accept."""
+        rows, length = limits.max_batch, limits.max_target_length
+        return cls(rows, rows, limits.max_source_length, length, limits.max_candidates, length)
+
+    def dims(self, past_len: int) -> dict[str, int]:
+        """Return every named dimension of the decoder's contract."""
+        return {**asdict(self), "past_len": past_len, "past_len + target_len": past_len + self.target_len}
+
+    def packed(self, spec: ModelSpec, form: Form) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
+        """Return the layouts of the host's inputs, lengths first, and of the outputs."""
+        graph, dims = decoder_graph(spec, form), self.dims(0)
+        given = {tensor.name: tensor for tensor in graph.inputs if tensor.name in (CACHE_LENGTHS, TARGET_IDS)}
+        found = {tensor.name: tensor for tensor in graph.outputs if tensor.name in _FOUND}
+        in_order = [given[name] for name in (CACHE_LENGTHS, TARGET_IDS) if name in given]
+        return packed(in_order, dims), packed((found[name] for name in _FOUND), dims)
+
+
+class Step:
+    """A step of one shape in one replica.
+
+    `feed` takes the tokens from the host; `follow` takes the best tokens of the previous step, which are on the device.
+    Both queue all work, including copies of the results, and return at once. A step that repeats becomes a CUDA graph
+    at its second run. If the library's calls cannot be captured, the library captures its own graph.
+    """
+
+    def __init__(
+        self, device: DeviceResources, sizes: Sizes, context: Context, past_len: int = 0, *, replays: bool = False
+    ) -> None:
+        """Bind a context of the decoder to shapes and addresses.
+
+        `past_len` is used by the concat form; `replays` states whether the step repeats with the same addresses.
+        """
+        form = device.engines.form
+        assert form is not None
+        self.sizes, self._form = sizes, form
+        self.given, self.found = sizes.packed(device.engines.spec, form)
+        self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
+        self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture)
+        # Shapes depend on it, so the library reads it on the host at every run.
+        self._num_candidates = np.array([sizes.num_candidates], np.int64)
+        self._bind()
+
+    def feed(self, io: StepIO, target_ids: Ids, lengths: Ids) -> None:
+        """Queue the step on tokens of the host, int64 [rows · target_len].
+
+        `lengths` are the tokens in the cache of every row, [rows].
+        """
+        part(io.given, self.given, TARGET_IDS)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
+        self._launch("feed", io, lengths)
+
+    def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
+        """Queue the step on the best tokens of the newest step, of the same sizes.
+
+        `lengths` include the tokens of the newest step; each `number` of a step I/O has its own CUDA graph.
+        """
+        self._launch(f"follow {number}", io, lengths)
+
+    def best(self, io: StepIO) -> Ids:
+        """Return a copy of the best token of every row, int64 [rows]."""
+        found: Ids = part(io.found, self.found, CANDIDATE_IDS)[:, 0].copy()
+        return found
+
+    def candidates(self, io: StepIO, rows: Ids, wanted: int) -> Candidates:
+        """Return copies of `wanted` candidates of rows, int64 [rows], after `io.wait`."""
+        ids, logits, totals = (part(io.found, self.found, name) for name in _FOUND)
+        return Candidates(ids[rows, :wanted], logits[rows, :wanted], totals[rows].reshape(-1))
+
+    def close(self) -> None:
+        """Free the CUDA graphs."""
+        self._runner.close()
+
+    def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
+        if self._form == "static":
+            part(io.given, self.given, CACHE_LENGTHS)[:] = lengths
+        self._runner.run(name, lambda: self._queue(io, from_host=name == "feed"), self._can_capture)
+        io.record(self._device.stream)
+
+    def _queue(self, io: StepIO, *, from_host: bool) -> None:
+        cuda, stream, memory = self._device.cuda, self._device.stream, self._device.memory
+        given, found = memory[GIVEN], memory[FOUND]
+        if from_host:
+            cuda.upload(given, io.given[: self.given.itemsize], stream)
+        else:
+            cuda.upload(given, io.given[: self.given[CACHE_LENGTHS].itemsize], stream)
+            tokens, best = given + offsets(self.given)[TARGET_IDS], found + offsets(self.found)[CANDIDATE_IDS]
+            cuda.copy_2d(tokens, _ITEM, best, _ITEM * self.sizes.num_candidates, self.sizes.rows, stream)
+        self._context.run(stream)
+        cuda.download(io.found[: self.found.itemsize], found, stream)
+
+    def _bind(self) -> None:
+        memory, dims = self._device.memory, self.sizes.dims(self._past_len)
+        graph = decoder_graph(self._device.engines.spec, self._form)
+        addresses = {NUM_CANDIDATES: self._num_candidates.ctypes.data}
+        for buffer, layout in ((GIVEN, self.given), (FOUND, self.found)):
+            addresses |= {name: memory[buffer] + offset for name, offset in offsets(layout).items()}
+        for tensor in (*graph.inputs, *graph.outputs):
+            if tensor.name not in addresses:
+                # The static form writes in place: past and present share a buffer.
+                name = tensor.name.replace("present_", "past_") if self._form == "static" else tensor.name
+                addresses[tensor.name] = memory[name]
+        self._context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
+
+    def _can_capture(self) -> bool:
+        if not self._replays:
+            return False
+        if self._context.can_be_captured(self._device.stream):
+            return True
+        self._device.synchronize()
+        plan = decoder_plan(self._form, self.sizes.capacity, self._device.engines.limits)
+        self._context = self._device.context(plan, use="replay itself")
+        self._bind()
+        return False
+
+
+class OverlappedStep:
+    """Queues the next step before the host has read the tokens of this one.
+
+    Greedy search nearly always continues with the best token, which is already on the device. So a call can queue two
+    steps, this one and the next, and wait only for this one. The device computes while the host decides which rows are
+    finished. The next call checks that the host chose the tokens that the device continued with. If not, the early step
+    is dropped. It wrote past the end of the cache, where its replacement overwrites it.
+
+    A caller that requests one candidate continues with it. A caller that requests several may filter, sample or search
+    with beams, so the next step is started early only after `SURE_AFTER` steps that used the best tokens.
+
+    Two step I/Os take turns. The host writes into one only after it has waited for the step that used it.
+    """
+
+    def __init__(self, ios: tuple[StepIO, StepIO]) -> None:
+        self._ios = ios
+        self._step: Step | None = None  # started early, in I/O _number, on rows of _lengths tokens
+        self._number = 0
+        self._lengths: Ids = np.empty(0, np.int64)
+        self._chosen: Ids = self._lengths  # best token of every row in the step before it
+        self._taken = 0  # consecutive steps whose best tokens were used
+
+    def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
+        """Run a step and start the next one if it is likely to be used.
+
+        Args:
+            step: a step of one token per row.
+            target_ids: int64 [rows]; only the rows of `read` matter.
+            read: indices of the rows that the host reads, int64.
+            lengths: tokens in the cache of every row, int64 [rows]; 0 in rows that are not read.
+
+        Returns:
+            The step I/O with the results, valid until the next call.
+        """
+        if not self._is_under_way(step, target_ids, read, lengths):
+            self._wait()
+            self._number = 0
+            step.feed(self._ios[0], target_ids, lengths)
+        io, other = self._ios[self._number], 1 - self._number
+        self._step = None
+        following = np.zeros_like(lengths)  # rows that are not read stay at 0
+        following[read] = lengths[read] + 1
+        is_sure = step.sizes.num_candidates == 1 or self._taken >= SURE_AFTER
+        if is_sure and following.max() < step.sizes.capacity:
+            step.follow(self._ios[other], following, other)
+            self._step, self._number, self._lengths = step, other, following
+        io.wait()
+        self._chosen = step.best(io)
+        return io
+
+    def drop(self) -> None:
+        """Wait for a step that was started early and drop its tokens; frees both I/Os."""
+        self._wait()
+        self._taken, self._chosen = 0, np.empty(0, np.int64)
+
+    def _wait(self) -> None:
+        if self._step is not None:
+            self._ios[self._number].wait()
+            self._step = None
+
+    def _is_under_way(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> bool:
+        is_taken = self._chosen.size == target_ids.size and bool((target_ids[read] == self._chosen[read]).all())
+        self._taken = self._taken + 1 if is_taken else 0
+        return is_taken and self._step is step and bool((lengths[read] == self._lengths[read]).all())

@@ -1,0 +1,284 @@
+"""Compare every stage with the eager model: first logits, then whole decodes.
+
+The stages are the eager model with a cache, and each graph or engine. The float64 run measures the rounding error of
+float32; tolerances are relative to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self, cast
+
+import numpy as np
+
+from tfexport._io.signature import TrustedKeys
+from tfexport.bundle.bundle import open_bundle
+from tfexport.config import Config, Count, Ge, Help, Le
+from tfexport.contract import Device
+from tfexport.errors import ConfigError
+from tfexport.model.load import load_tokenizer
+from tfexport.nn.eager import EagerModel
+from tfexport.precision import FORMATS
+from tfexport.runtime import registry
+from tfexport.runtime.eager import EagerSession, full_outputs
+from tfexport.runtime.registry import Backend, Graphs, LoadOptions
+from tfexport.runtime.session import Aligns, Floats, Session, Verifies
+from tfexport.text.tokenizer import Tokenizer
+from tfexport.verify._decodes import (
+    METHODS,
+    batch_invariance,
+    compare_decodes,
+    decode_best,
+    measure_divergence,
+    recorded_texts,
+)
+from tfexport.verify._numbers import Batch, compare, random_batches, random_sources, step_logits, verified_logits
+from tfexport.verify._reference import reference_of
+from tfexport.verify._report import Decodes, Numbers, Report
+
+Named = tuple[str, Session]
+Reporter = Callable[[str], None]
+
+
+class VerifyConfig(Config, subject="verify"):
+    """The size of a verification: decodes for each variant and method.
+
+    At most 64 of them are also compared in numbers.
+    """
+
+    samples: Annotated[int, Ge(1), Le(1_000_000), Help("Random sequences to decode for each form and method.")] = 100
+    seed: Annotated[Count, Help("Of the random sequences.")] = 0
+
+    @classmethod
+    def quick(cls) -> Self:
+        """Return the size of the verification that every export runs."""
+        return cls(samples=16)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The reference and the graphs to compare with it.
+
+    Attributes:
+        model: the eager reference.
+        graphs: of a bundle, which may be unfinished.
+        reference: describes the eager model in the report.
+        tokenizer: has the recorded texts; None if there is no tokenizer.
+    """
+
+    model: EagerModel
+    graphs: Graphs
+    reference: str = "the eager model"
+    tokenizer: Tokenizer | None = None
+
+
+def verify_bundle(
+    path: Path,
+    *,
+    against: str | Path | None = None,
+    config: VerifyConfig | None = None,
+    backend: str | None = None,
+    device: Device = "cpu",
+    engine: str | None = None,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    report: Reporter = lambda line: None,
+) -> Report:
+    """Compare every stage of a bundle with the eager model.
+
+    Args:
+        path: of the bundle.
+        against: model directory of the reference, or PACKAGE.MODULE:FACTORY of a user's own module, whose code is
+            imported and run; None uses the bundle's own weights, which for fp16 and bf16 are rounded.
+        config: the size of the verification.
+        backend: "ort" compares every decoder variant that the device runs, "trt" an engine; None uses the backend that
+            exports are verified on.
+        device: that runs the graphs.
+        engine: name of the engine; None for the only usable one.
+        trusted_keys: files of public keys, one of which must have signed bundle and engine; None accepts every bundle.
+        report: receives progress lines.
+
+    Raises:
+        BackendError: the backend, device or engine cannot be used here, or failed.
+        EngineError: there is no such engine, or it cannot be used here.
+        BundleError: the bundle is damaged or has no variant for the device; or it has no eager model and `against` is
+            None.
+        ConfigError: `against` is another model, the backend cannot be compared, or a key is invalid.
+    """
+    compared = comparable(backend)
+    bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
+    model = reference_of(bundle, None if against is None else str(against))
+    rounded = against is None and bundle.manifest.spec.precision != "fp32"
+    words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
+    stages = Stages(model, Graphs.of(bundle), words, load_tokenizer(bundle))
+    with _closing(compared.rungs(stages.graphs, LoadOptions(device=device, engine=engine))) as sessions:
+        return _compare(stages, sessions, config or VerifyConfig(), report)
+
+
+def verify_stages(stages: Stages, config: VerifyConfig, *, report: Reporter = lambda line: None) -> Report:
+    """Compare every stage with the eager model, in numbers and in whole decodes."""
+    with _closing(comparable().rungs(stages.graphs, LoadOptions())) as sessions:
+        return _compare(stages, sessions, config, report)
+
+
+def comparable(name: str | None = None) -> Backend:
+    """Return a backend to compare, by default the one that exports are verified on."""
+    found = registry.comparable()
+    if name is None or registry.get(name) in found:
+        return registry.get(name) if name else found[0]
+    names = ", ".join(repr(backend.name) for backend in found)
+    raise ConfigError(f"verify: backend {name} is the eager model itself, expected one of {names}")
+
+
+@contextmanager
+def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
+    """Open sessions and close them at the end, even if opening the next one fails."""
+    sessions: list[Named] = []
+    try:
+        sessions.extend(opening)
+        yield sessions
+    finally:
+        for _, session in sessions:
+            session.close()
+
+
+def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Reporter) -> Report:
+    rng, alignment = np.random.default_rng(config.seed), stages.graphs.alignment
+    # Engines may have shorter limits than graphs.
+    names = ("max_source_length", "max_target_length")
+    limits: dict[str, int] = {name: min(getattr(session.spec, name) for _, session in sessions) for name in names}
+    spec = dataclasses.replace(stages.graphs.spec, **limits)  # type: ignore[arg-type]
+    eager = EagerSession(stages.model.module, dataclasses.replace(spec, precision="fp32"), alignment=alignment)
+    most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
+    batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
+    sources = random_sources(spec, config.samples, rng)
+    numbers: list[Numbers] = []
+    decodes: list[Decodes] = []
+    compared: list[tuple[str, Session, float]]
+    if not spec.has_decoder:
+        numbers.append(_hidden_states(stages.model, sessions[0], batches, report))
+        compared = [("eager", eager, 0.0)]
+    else:
+        checks = _Numbers(stages.model, eager, batches, report)
+        stepped = [checks.logits(*named) for named in [("eager cached", cast(Session, eager)), *sessions]]
+        # Nothing can be decoded from NaN, and its check has failed already.
+        finite = [(named, n.worst) for named, n in zip(sessions, stepped[1:], strict=True) if math.isfinite(n.error)]
+        numbers = [*checks.rounding, *stepped, *checks.speculation(sessions), *checks.alignment(sessions)]
+        decodes = _decodes(eager, finite, sources, report) if finite else []
+        compared = [("eager", eager, max((number.worst for number in checks.rounding), default=0.0))]
+        compared += [(stage, session, worst) for (stage, session), worst in finite]
+    tokenizer = stages.tokenizer
+    for stage, session, noise in compared if tokenizer and tokenizer.text.samples else ():
+        assert tokenizer is not None
+        report(f"decoding {tokenizer.text.proof}: {stage}")
+        decodes.append(recorded_texts(stage, session, tokenizer, eager, noise))
+    return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
+
+
+def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], report: Reporter) -> Numbers:
+    stage, session = named
+    report(f"comparing hidden states: {stage}")
+
+    def valid(array: Floats, batch: Batch) -> Floats:
+        return array * batch.source_mask[:, :, None]
+
+    expected = [valid(full_outputs(model, b.source_ids, b.source_mask), b) for b in batches]
+    got = [valid(session.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
+    return compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
+
+
+class _Numbers:
+    """Compare numbers over the same batches; the eager outputs are computed once."""
+
+    def __init__(self, model: EagerModel, eager: EagerSession, batches: Sequence[Batch], report: Reporter) -> None:
+        self._eager, self._batches, self._report = eager, batches, report
+        report("comparing logits: eager full and cached")
+        self._expected = [_all_positions(model, batch) for batch in batches]
+        self.rounding: list[Numbers] = []
+        try:
+            wide = _all_positions(model.double(), batches[0])
+        except Exception as error:  # noqa: BLE001 - a user's own module may not run in float64
+            report(
+                f"the reference does not run in float64, so nothing is allowed for rounding ({type(error).__name__})"
+            )
+        else:
+            self.rounding.append(compare("eager float64", [wide], [self._expected[0]], 1e-3))
+
+    def logits(self, stage: str, session: Session) -> Numbers:
+        self._report(f"comparing logits: {stage}")
+        pairs = zip(self._batches, self._expected, strict=True)
+        got = [step_logits(session, batch, logits) for batch, logits in pairs]
+        return compare(stage, self._expected, got, self._tolerance(session))
+
+    def speculation(self, sessions: Sequence[Named]) -> Iterator[Numbers]:
+        for stage, session in sessions:
+            running = session.batch()
+            if isinstance(running, Verifies) and running.can_verify:
+                self._report(f"comparing several tokens in a step: {stage}")
+                got = [verified_logits(session, batch) for batch in self._batches]
+                found = compare(stage, self._expected, got, self._tolerance(session))
+                yield dataclasses.replace(found, quantity="speculation")
+
+    def alignment(self, sessions: Sequence[Named]) -> Iterator[Numbers]:
+        """Compare the alignment of one session, because all variants share its graph.
+
+        The last entry of each row is the sum over source tokens, so that weight on padding is detected.
+        """
+        for stage, session in sessions:
+            if isinstance(session, Aligns) and session.has_alignment:
+                self._report(f"comparing the alignment: {stage}")
+                expected = [_alignment(self._eager, batch) for batch in self._batches]
+                for array, batch in zip(expected, self._batches, strict=True):
+                    array[:, :, :-1] *= batch.source_mask[:, None]
+                    array[:, :, -1] = 1
+                got = [_alignment(session, batch) for batch in self._batches]
+                found = compare(stage, expected, got, self._tolerance(session))
+                yield dataclasses.replace(found, quantity="alignment")
+                return
+
+    def _tolerance(self, session: Session) -> float:
+        return max(FORMATS[session.accuracy].tolerance, *(10 * number.error for number in self.rounding), 0.0)
+
+
+def _all_positions(model: EagerModel, batch: Batch) -> Floats:
+    return full_outputs(model, batch.source_ids, batch.source_mask, batch.target_ids)[:, batch.prefill - 1 :]
+
+
+def _alignment(session: Aligns, batch: Batch) -> Floats:
+    found = session.align(batch.source_ids, batch.source_mask, batch.target_ids)
+    sums: Floats = np.where(batch.source_mask[:, None], found, 0).sum(2, keepdims=True, dtype=np.float32)
+    return np.concatenate((found, sums), 2)
+
+
+def _decodes(
+    eager: EagerSession, stages: Sequence[tuple[Named, float]], sources: Sequence[Sequence[int]], report: Reporter
+) -> list[Decodes]:
+    """Decode with every stage and method; then compare single sources with batches."""
+    found = []
+    for method, num_beams in METHODS.items():
+        report(f"decoding {len(sources)} sequences, {method}: eager")
+        expected = decode_best(eager, sources, num_beams, 8)
+        for (stage, session), noise in stages:
+            if session.limits.rows.is_below(num_beams):
+                report(f"{stage} takes {session.limits.rows.most} rows, too few for {method}")
+                continue
+            report(f"decoding {len(sources)} sequences, {method}: {stage}")
+            got = decode_best(session, sources, num_beams, 8)
+            is_exact = session.accuracy == "fp32"
+            judged = {
+                "num_beams": num_beams,
+                "noise": noise,
+                "must_be_exact": is_exact,
+                "divergence": None if is_exact else measure_divergence(eager, sources, expected, got),
+            }
+            found.append(compare_decodes(stage, method, eager, sources, expected, got, **judged))  # type: ignore[arg-type]
+    some = sources[: min(64, len(sources) // 2 + 1)]
+    for (stage, session), noise in stages:
+        report(f"decoding {len(some)} sequences alone and in batches: {stage}")
+        found.append(batch_invariance(stage, session, some, noise, eager))
+    return found

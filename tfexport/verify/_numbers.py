@@ -1,0 +1,123 @@
+"""Compare numbers of a stage with the eager model's on random batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from tfexport.contract import ModelSpec
+from tfexport.runtime.session import Floats, Ids, Mask, Session, Verifies, pad_right
+from tfexport.verify._report import Numbers
+
+LONGEST_SOURCE, LONGEST_TARGET = 48, 24
+# Tokens verified in one step; the last piece of a target has fewer.
+PIECE = 5
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Random sequences of mixed lengths, padded on the right.
+
+    Attributes:
+        source_ids: int64 [batch, source_len].
+        source_mask: bool [batch, source_len].
+        target_ids: decoder inputs, the start token first, int64 [batch, target_len].
+        prefill: number of target tokens in the first step.
+    """
+
+    source_ids: Ids
+    source_mask: Mask
+    target_ids: Ids
+    prefill: int
+
+
+def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[list[int]]:
+    """Draw sources of up to 48 tokens or the model's limit, without special tokens."""
+    longest = min(LONGEST_SOURCE, spec.max_source_length)
+    allowed = np.setdiff1d(np.arange(spec.source_vocab), [spec.tokens.pad, spec.tokens.eos, spec.tokens.start])
+    return [rng.choice(allowed, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_rows: int | None = None) -> list[Batch]:
+    """Draw `count` sequences in batches of 1 to 8, at most `most_rows`.
+
+    The first batch has the largest size and length and a short prefix, so that even a few sequences test padding and
+    every position of the cache.
+    """
+    batches: list[Batch] = []
+    longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
+    while count > 0:
+        size = min(count, int(rng.integers(1, 9)) if batches else 8, most_rows or 8)
+        ids, mask = pad_right(random_sources(spec, size, rng), spec.tokens.pad)
+        target_len = int(rng.integers(1, longest + 1)) if batches else longest
+        target = rng.integers(0, max(spec.vocab, 1), (size, target_len))
+        target[:, 0] = spec.tokens.start
+        prefill = int(rng.integers(1, target_len + 1)) if batches else min(2, target_len)
+        batches.append(Batch(ids, mask, target, prefill))
+        count -= size
+    return batches
+
+
+def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
+    """Feed the target to a session: a prefix with the sources, then token by token.
+
+    If the session returns fewer candidates than the vocabulary has tokens, the other logits are at most its last
+    candidate's. They count as `expected`, or as the last candidate's if that is less.
+
+    Returns:
+        Logits from the last position of the prefix on, float32 [batch, target_len - prefill + 1, vocab].
+    """
+    running, steps = session.batch(), []
+    running.add(batch.source_ids, batch.source_mask, batch.target_ids[:, : batch.prefill].tolist())
+    for position in range(batch.prefill - 1, batch.target_ids.shape[1]):
+        most = min(session.limits.candidates.most or session.spec.vocab, session.spec.vocab)
+        candidates = running.step(batch.target_ids[:, position], most)
+        logits = np.minimum(expected[:, position + 1 - batch.prefill], candidates.logits[:, -1:])
+        np.put_along_axis(logits, candidates.token_ids, candidates.logits, 1)
+        steps.append(logits)
+    return np.stack(steps, 1)
+
+
+def verified_logits(session: Session, batch: Batch) -> Floats:
+    """Feed each row's target to a session that verifies several tokens in one step.
+
+    Before each piece, wrong tokens are verified and rewound, which must have no effect.
+
+    Returns:
+        Logits in the format of `step_logits`.
+    """
+    first, rows = batch.prefill - 1, len(batch.source_ids)
+    found = np.empty((rows, batch.target_ids.shape[1] - first, session.spec.vocab), np.float32)
+    for row, (source, target) in enumerate(zip(batch.source_ids, batch.target_ids, strict=True)):
+        running, mask = session.batch(), batch.source_mask[row]
+        running.add(source[mask][None], mask[mask][None], [target[: batch.prefill].tolist()])
+        verifier = cast(Verifies, running)
+        for begin in range(first, target.size, PIECE):
+            piece = target[begin : begin + PIECE]
+            verifier.verify(np.roll(piece, 1), 1)
+            verifier.rewind(begin)
+            candidates = verifier.verify(piece, session.spec.vocab)
+            places = found[row, begin - first : begin - first + piece.size]
+            np.put_along_axis(places, candidates.token_ids, candidates.logits, 1)
+    return found
+
+
+def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float) -> Numbers:
+    """Find the largest difference between arrays; NaN counts as the largest.
+
+    Both sequences have one array per batch. `tolerance` is the largest allowed share of the largest value.
+    """
+    worst, place = -1.0, "nowhere"
+    scale = max(float(np.abs(array).max()) for array in expected) or 1.0  # a model may return only zeros
+    for number, (left, right) in enumerate(zip(expected, got, strict=True)):
+        difference = np.abs(left - right)
+        index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax stops at the first NaN
+        here = float(difference[index])
+        if here != here or here > worst:
+            worst, place = here, f"batch {number}, row {index[0]}, position {index[1]}, entry {index[2]}"
+        if here != here:
+            break
+    return Numbers(stage, worst / scale, worst, tolerance, place)
