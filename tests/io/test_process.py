@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tfexport._io.process import ProcessError, call_in_process
 from tfexport.errors import BundleError, TfexportError
 
 MEMORY = 2**30
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the subprocess, which does not search the working directory, import this module."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def echo(*values: object) -> object:
