@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import pickle
+import pickletools
 import struct
 import subprocess
 import sys
@@ -450,3 +451,20 @@ def test_reading_takes_the_memory_of_the_weights_once(suffix: str, tmp_path: Pat
     read, largest, used = map(float, done.stdout.split())
     assert largest == 2
     assert max(read, used) * 1024 < 1.25 * SIZE
+
+
+def test_an_old_file_that_does_not_list_a_storage_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    weights = {"a": torch.ones(3), "view": torch.arange(10.0)[2:5], "none": torch.empty(0), "b": torch.ones(2)}
+    torch.save(weights, path, _use_new_zipfile_serialization=False)
+    assert read_checkpoint(path).tensors.keys() == weights.keys()
+    with path.open("rb") as file:
+        for _ in range(4):
+            for _opcode in pickletools.genops(file):
+                pass
+        start, keys, values = file.tell(), pickle.load(file), file.read()
+    for number in range(len(keys)):
+        listed = pickle.dumps([*keys[:number], *keys[number + 1 :]], protocol=2)
+        (tmp_path / "bad.pt").write_bytes(path.read_bytes()[:start] + listed + values)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(tmp_path / "bad.pt")

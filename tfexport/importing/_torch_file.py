@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 import warnings
 import zipfile
@@ -84,7 +85,7 @@ def read_torch(file: Path, path: Path) -> Any:
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_STAND_INS):
             warnings.simplefilter("ignore")  # about pickles that `torch.load` then refuses
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # PyTorch raises all kinds of errors for damaged files
         if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise CheckpointError(
@@ -99,6 +100,33 @@ def read_torch(file: Path, path: Path) -> Any:
         raise CheckpointError(
             f"{path}: is damaged, cut short or no file of torch.save{reason}; copy it again"
         ) from error
+    if not is_zip and len(_storages(loaded)) > _num_listed(file):
+        # PyTorch would leave the memory of the others as it is.
+        raise CheckpointError(f"{path}: is damaged (it lacks the values of some tensors); copy it again")
+    return loaded
+
+
+def _storages(loaded: Any) -> set[int]:
+    """Return an identity of each storage that the tensors in nested containers use."""
+    found: set[int] = set()
+    waiting, seen = [loaded], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage()._cdata)
+        elif id(value) not in seen and isinstance(value, dict | list | tuple | set):
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+    return found
+
+
+def _num_listed(file: Path) -> int:
+    """Count the storages that a file from before PyTorch 1.6 lists after its four other pickles."""
+    with file.open("rb") as opened:
+        for _ in range(4):
+            for _opcode in pickletools.genops(opened):
+                pass
+        return sum(isinstance(value, str) for _, value, _ in pickletools.genops(opened))
 
 
 def _check_archive(file: Path, path: Path) -> None:
