@@ -16,8 +16,16 @@ from typing import Any
 
 from tfexport._io.atomic import restore
 from tfexport._io.extras import install_command
-from tfexport._io.names import CERTIFICATE, CONFIG, GENERATION, MANIFEST, MODEL_WEIGHTS, TARGET_TOKENIZER, TOKENIZER
-from tfexport._io.paths import checked_path
+from tfexport._io.names import (
+    CERTIFICATE,
+    CONFIG,
+    GENERATION,
+    MANIFEST,
+    MODEL_WEIGHTS,
+    TARGET_TOKENIZER,
+    TOKENIZER,
+    checked_path,
+)
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from tfexport._io.paths import checked_path
+from tfexport._io.names import checked_path
 from tfexport._io.process import ProcessError, call_in_process
 from tfexport.describe import inspect_path
 from tfexport.errors import InputError

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tests.bundle.made import CONTENT, edit, fill, make, siblings
 from tests.tensorrt.artifact import stored
 from tfexport._io import atomic
-from tfexport._io.sealed_json import seal
+from tfexport._io.strict_json import seal
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
 from tfexport.errors import BundleError, EngineError

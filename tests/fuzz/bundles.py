@@ -13,7 +13,7 @@ import tfexport
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
 from tests.tensorrt.artifact import stored
-from tfexport._io.sealed_json import seal
+from tfexport._io.strict_json import seal
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.tensorrt.store import engine_names, open_engine

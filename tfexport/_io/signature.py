@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfexport._io.extras import install_command
-from tfexport._io.paths import checked_path
+from tfexport._io.names import checked_path
 from tfexport.errors import BundleError, ConfigError, shortened
 
 if TYPE_CHECKING:

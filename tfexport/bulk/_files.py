@@ -25,7 +25,7 @@ import pyarrow
 import pyarrow.csv
 from pyarrow import fs, parquet
 
-from tfexport._io.paths import checked_path
+from tfexport._io.names import checked_path
 from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.bulk.config import Format, answer_line
 from tfexport.errors import MAX_PROBLEMS, InputError, first_line, raise_all, shortened

@@ -16,7 +16,7 @@ import pyarrow
 from pyarrow import parquet
 
 from tfexport._io.atomic import locked
-from tfexport._io.sealed_json import seal, unseal
+from tfexport._io.strict_json import seal, unseal
 from tfexport.bulk._files import (
     DRAFT,
     TEXT_COLUMN,

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfexport._io import atomic
-from tfexport._io.names import GENERATION, MANIFEST, SIGNATURE
-from tfexport._io.paths import checked_path
+from tfexport._io.names import GENERATION, MANIFEST, SIGNATURE, checked_path
 from tfexport._io.sealed_directory import (
     FileEntry,
     cause,

@@ -26,7 +26,7 @@ from tfexport._io.names import (
     TOKENIZER,
 )
 from tfexport._io.sealed_directory import FileEntry, plain_problem, read_manifest, walk
-from tfexport._io.sealed_json import unseal
+from tfexport._io.strict_json import unseal
 from tfexport.bundle.manifest import ENGINES
 from tfexport.config import read_as
 from tfexport.errors import BundleError, ConfigError, raise_all, shortened

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from tfexport._io.names import MANIFEST, SIGNATURE, TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
-from tfexport._io.sealed_json import seal, unseal
+from tfexport._io.strict_json import seal, unseal
 from tfexport.config import Config, Sha256, read_as
 from tfexport.contract import (
     ALIGNMENT,

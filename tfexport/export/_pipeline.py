@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfexport._io.sealed_json import render
 from tfexport._io.signature import SigningKey
+from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
 from tfexport.bundle.manifest import Draft, Identity
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form, GraphEntry

@@ -12,8 +12,7 @@ from typing import Any
 
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
-from tfexport._io.sealed_json import render
-from tfexport._io.strict_json import read_json
+from tfexport._io.strict_json import read_json, render
 from tfexport.bundle.manifest import ModuleEntry, Provenance, read_sources
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, raise_all

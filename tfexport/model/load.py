@@ -9,8 +9,7 @@ from os import PathLike
 from typing import Literal
 
 from tfexport._arguments import as_list, is_whole
-from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
-from tfexport._io.paths import checked_path
+from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER, checked_path
 from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle, read_defaults
 from tfexport.bundle.contents import check_engines

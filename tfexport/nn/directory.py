@@ -24,8 +24,8 @@ from tfexport._io.names import (
     TARGET_TOKENIZER,
     TEXT,
     TOKENIZER,
+    checked_path,
 )
-from tfexport._io.paths import checked_path
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.errors import CheckpointError, ConfigError, raise_all
 from tfexport.nn.config import TransformerConfig

@@ -20,7 +20,7 @@ from typing import Any
 from tfexport._io import atomic
 from tfexport._io.names import KERNELS, KERNELS_INDEX, KERNELS_SUFFIX
 from tfexport._io.sealed_directory import MAX_MANIFEST_BYTES, FileEntry, foreign_problems, plain_problem
-from tfexport._io.sealed_json import seal, unseal
+from tfexport._io.strict_json import seal, unseal
 from tfexport.config import Config
 from tfexport.errors import BundleError, raise_all
 from tfexport.tensorrt.cuda import Gpu

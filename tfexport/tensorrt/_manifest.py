@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST
 from tfexport._io.sealed_directory import FileEntry
-from tfexport._io.sealed_json import seal, unseal
+from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.config import Config, Count, Match, Sha256
 from tfexport.contract import ENCODER, REORDER, TensorSpec

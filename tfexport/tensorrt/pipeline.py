@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tfexport._io.interrupts import interrupts_held
+from tfexport._io.atomic import interrupts_held
 from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST, ENGINE_SIGNATURE
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey, TrustedKeys

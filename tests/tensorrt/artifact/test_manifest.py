@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tensorrt.artifact import stored
-from tfexport._io.sealed_json import render
+from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BundleError, ConfigError
 from tfexport.tensorrt._manifest import EngineManifest

@@ -21,10 +21,10 @@ from typing import Any
 
 from tfexport._io import atomic
 from tfexport._io.extras import extra_command
-from tfexport._io.paths import checked_path
+from tfexport._io.names import checked_path
 from tfexport._io.sealed_directory import plain_problem, walk, write_errors
-from tfexport._io.sealed_json import seal, unseal
 from tfexport._io.signature import TrustedKeys
+from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.contents import own_names
 from tfexport.config import read_as

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfexport._io.interrupts import interrupts_held
+from tfexport._io.atomic import interrupts_held
 
 
 class Ended(BaseException):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfexport._io.paths import checked_path
+from tfexport._io.names import checked_path
 from tfexport.errors import ConfigError
 
 
