@@ -299,7 +299,7 @@ def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: p
         (["--layout", "./absent.yaml"], "absent.yaml: is missing"),
         (["--layout", "notebook-004", "--no-builtin"], "builtin is false, but layout is notebook-004"),
         (["--layout", "hkproj", "--heads", "6"], "layout hkproj: map 1 "),
-        (["--heads", "0"], "Invalid value for '--heads'"),
+        (["--heads", "0"], "heads is 0, expected 1 to 1000"),
         (["--golden", "{tmp}/absent"], "absent: is missing"),
     ],
 )

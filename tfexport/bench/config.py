@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from tfexport.config import Config, Count, Ge, Le
+from tfexport.config import Config, Count, Ge, Help, Le
 from tfexport.contract import Device, Form, ModelSpec
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.generation import DecodeConfig
@@ -48,33 +48,37 @@ class Cell:
 class BenchConfig(Config, subject="bench"):
     """Settings of a measurement.
 
-    `resolve` fills in empty sizes and the duration, which is in seconds per process and cell. Several sizes are a sweep
-    over all combinations. `device`, `form`, `threads`, `engine` and `trusted_keys` are options of `tfexport.load`.
-
-    In the server scenario, `rate` is in requests per second, and goodput counts answers within `goal_ms` milliseconds.
-    With `url`, a running server and its `model` are measured, with the bearer token in `token_file`.
+    `resolve` fills in empty sizes and the duration. Several sizes are a sweep over all combinations.
+    The fields without a help text are options of `tfexport.load`.
     """
 
-    scenario: Scenario = "single"
+    scenario: Annotated[
+        Scenario,
+        Help("Measure single requests, batches, requests that arrive at --rate, or all combinations of sizes."),
+    ] = "single"
     backend: str = AUTO
     device: Device = "cpu"
     form: Form | None = None
     threads: Annotated[int, Ge(1), Le(MAX_THREADS)] | Literal["auto"] = AUTO
     engine: str | None = None
     trusted_keys: tuple[str, ...] = ()
-    batch_size: tuple[Rows, ...] = ()
-    source_length: tuple[Length, ...] = ()
-    target_length: tuple[Length, ...] = ()
-    num_beams: Annotated[int, Ge(1), Le(64)] = 1
-    rate: Annotated[float | None, Ge(0.01), Le(100_000)] = None
-    goal_ms: Annotated[float | None, Ge(0.1), Le(3_600_000)] = None
-    slots: Rows | None = None
-    url: str | None = None
-    model: str | None = None
-    token_file: str | None = None
-    duration: Annotated[float | None, Ge(0.1), Le(600)] = None
-    processes: Annotated[int, Ge(1), Le(20)] = 3
-    seed: Count = 0
+    batch_size: Annotated[tuple[Rows, ...], Help("Texts decoded together.")] = ()
+    source_length: Annotated[tuple[Length, ...], Help("Tokens of each random source.")] = ()
+    target_length: Annotated[tuple[Length, ...], Help("New tokens of each text, exactly.")] = ()
+    num_beams: Annotated[int, Ge(1), Le(64), Help("Beams of beam search; 1 is greedy.")] = 1
+    rate: Annotated[float | None, Ge(0.01), Le(100_000), Help("Requests a second of the server scenario.")] = None
+    goal_ms: Annotated[
+        float | None, Ge(0.1), Le(3_600_000), Help("Milliseconds up to which an answer counts for goodput.")
+    ] = None
+    slots: Annotated[Rows | None, Help("Rows that the server scenario decodes at once.")] = None
+    url: Annotated[str | None, Help("Measure a running server, such as http://127.0.0.1:8000.")] = None
+    model: Annotated[str | None, Help("Name of its model, if it has several.")] = None
+    token_file: Annotated[str | None, Help("File whose first line is the bearer token of the server.")] = None
+    duration: Annotated[
+        float | None, Ge(0.1), Le(600), Help("Seconds to measure in each process, for each combination in a sweep.")
+    ] = None
+    processes: Annotated[int, Ge(1), Le(20), Help("Fresh processes to measure in, one after another.")] = 3
+    seed: Annotated[Count, Help("Seed of the random sources and arrivals.")] = 0
 
     def _problems(self) -> list[str]:
         problems = []

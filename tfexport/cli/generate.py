@@ -12,41 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.options import (
-    bulk_options,
-    decode_options,
-    is_given,
-    json_option,
-    token_ids,
-)
+from tfexport.cli.options import TextRun, bulk_options, decode_options, is_given, json_option, token_ids
 from tfexport.cli.process import Terminated
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress, report_line
 from tfexport.errors import InputError
 
 if TYPE_CHECKING:
-    from tfexport.bulk.config import Progress
+    from tfexport.bulk.config import BulkConfig, Progress
     from tfexport.model.model import Model
 
-# The output is there, and rows of it have an error; apart from what a supervisor would try again.
+# The output is complete, but some of its rows have an error; not a reason to try again.
 EXIT_ROWS = 3
-# Seconds between two lines of progress, on a terminal, where the one takes the place of the other, and in a log.
+# Seconds between two lines of progress: on a terminal, where they replace each other, and in a log.
 _ON_TERMINAL_S, _IN_LOG_S = 0.2, 30.0
 
 
 @click.command()
 @bulk_options
+@click.option("--input-column", help="Column of the texts; by default the only one, or the one named text.")
+@click.option("--output-column", help="Column of the outputs; further columns begin with its name.  [default: output]")
 @click.option("--prefix", help="Text that every output begins with.")
 @json_option
 @decode_options
 def generate(
-    bundle: Path,
-    texts: tuple[str, ...],
-    source: Path | str | None,
-    output: Path | str | None,
+    run: TextRun,
     input_column: str | None,
     output_column: str | None,
-    loading: dict[str, Any],
-    batch_size: int,
     prefix: str | None,
     as_json: bool,
     **decode: Any,
@@ -63,41 +54,39 @@ def generate(
     given here before both.
     """
     given = {name: value for name, value in decode.items() if is_given(name)}
-    from tfexport.bulk.config import is_bulk
+    from tfexport.bulk.config import BulkConfig, is_bulk
 
-    in_bulk = not texts and not as_json and is_bulk(source, output)
-    if not in_bulk:
-        plain = _plain_files(source, output, input_column, output_column)
-        inputs = inputs_of(texts, plain[0])
+    in_bulk = not run.texts and not as_json and is_bulk(run.source, run.output)
+    inputs = [] if in_bulk else _plain_inputs(run, has_columns=(input_column or output_column) is not None)
     from tfexport.model.load import load
 
-    with load(bundle, **loading) as model:
+    with load(run.bundle, **run.loading) as model:
         if not model.spec.has_decoder:
-            raise InputError(f"{bundle}: is an encoder alone and generates no text; use tfexport embed {bundle}")
+            raise InputError(
+                f"{run.bundle}: is an encoder alone and generates no text; use tfexport embed {run.bundle}"
+            )
         given = token_ids(given, model.tokenizer.target_id if model.tokenizer else None)
         if in_bulk:
-            columns = (input_column, output_column)
-            _generate_in_bulk(model, str(source), str(output), *columns, prefix, batch_size, given)
+            config = BulkConfig(
+                input_column=input_column,
+                output_column=BulkConfig.output_column if output_column is None else output_column,
+                prefix=prefix,
+                batch_size=run.batch_size,
+            )
+            _generate_in_bulk(model, str(run.source), str(run.output), config, given)
         else:
-            _generate_plainly(model, inputs, plain[1], prefix, batch_size, as_json, given)
+            _generate_plainly(model, inputs, run, prefix, as_json, given)
 
 
 def _generate_plainly(
-    model: Model,
-    inputs: Sequence[str],
-    output: Path | None,
-    prefix: str | None,
-    batch_size: int,
-    as_json: bool,
-    options: dict[str, Any],
+    model: Model, inputs: Sequence[str], run: TextRun, prefix: str | None, as_json: bool, options: dict[str, Any]
 ) -> None:
-    """Generate for texts in one call, and write what comes of it."""
     from tfexport.bulk.config import answer_line
 
     prefixes = None if prefix is None else [prefix] * len(inputs)
-    with lines_to(output) as write, progress(len(inputs), batch_size) as tick:
+    with lines_to(run.output) as write, progress(len(inputs), run.batch_size) as tick:
         is_numbered = model.decoding(**options).num_return_sequences > 1
-        results = model.generate(inputs, prefixes=prefixes, batch_size=batch_size, on_progress=tick, **options)
+        results = model.generate(inputs, prefixes=prefixes, batch_size=run.batch_size, on_progress=tick, **options)
         for result in results:
             if as_json:
                 write(json_text({"index": result.index, "input": inputs[result.index], **dataclasses.asdict(result)}))
@@ -105,16 +94,15 @@ def _generate_plainly(
                 write(answer_line(result.text, result.index + 1 if is_numbered else None, result.score))
 
 
-def _plain_files(
-    source: Path | str | None, output: Path | str | None, *columns: str | None
-) -> tuple[Path | None, Path | None]:
-    """Refuse what works in bulk alone."""
+def _plain_inputs(run: TextRun, *, has_columns: bool) -> list[str]:
+    """Return the texts; raise if files or options need the bulk mode."""
     from tfexport.bulk.config import is_table
 
+    source, output = run.source, run.output
     what = None
-    if any(isinstance(given, str) for given in (source, output)):
+    if isinstance(source, str) or isinstance(output, str):
         what = "A URI"
-    elif any(column is not None for column in columns):
+    elif has_columns:
         what = "--input-column and --output-column"
     elif source is not None and is_table(source):
         what = f"--input {source}, whose lines are no texts,"
@@ -123,34 +111,16 @@ def _plain_files(
             f"{what} needs --input and --output with names that end with .parquet, .jsonl, .csv, .tsv or .txt, "
             "without TEXT and --json."
         )
-    assert not isinstance(source, str)
-    assert not isinstance(output, str)
-    if source and output and source.is_file() and output.is_file() and source.samefile(output):
+    if source and output and Path(source).is_file() and Path(output).is_file() and Path(source).samefile(output):
         raise InputError(f"{output} is also the input; choose another --output")
-    return source, output
+    return inputs_of(run.texts, source)
 
 
-def _generate_in_bulk(
-    model: Model,
-    source: str,
-    output: str,
-    input_column: str | None,
-    output_column: str | None,
-    prefix: str | None,
-    batch_size: int,
-    options: dict[str, Any],
-) -> None:
-    """Generate for a file, with progress on standard error; exits with 3 where rows have errors."""
-    from tfexport.bulk.config import BulkConfig
+def _generate_in_bulk(model: Model, source: str, output: str, config: BulkConfig, options: dict[str, Any]) -> None:
+    """Generate for a file, with progress on standard error; exit with 3 if rows have errors."""
     from tfexport.bulk.run import generate_file
 
-    config = BulkConfig(
-        input_column=input_column,
-        output_column=BulkConfig.output_column if output_column is None else output_column,
-        prefix=prefix,
-        batch_size=batch_size,
-    )
-    with _says_how_to_go_on(), _progress() as (report, on_progress):
+    with _note_on_resuming(), _progress() as (report, on_progress):
         summary = generate_file(model, source, output, config, report=report, on_progress=on_progress, **options)
     report_line(
         f"{output}: {summary.num_rows:,} rows, {summary.num_decoded:,} of them decoded now"
@@ -166,7 +136,7 @@ def _generate_in_bulk(
 
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Progress], None]]]:
-    """Show one line that changes on a terminal, and a line now and then elsewhere."""
+    """Show a line that changes on a terminal, and a new line every 30 seconds elsewhere."""
     is_terminal, shown_at = sys.stderr.isatty(), time.monotonic()
     is_line_open = False
 
@@ -197,7 +167,6 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Progress], No
 
 
 def _progress_line(progress: Progress) -> str:
-    """Spell how far a run is: rows, rate, time left."""
     share = progress.done / progress.num_rows if progress.num_rows else 1
     line = f"{progress.done:,} of {progress.num_rows:,} rows ({share:.1%}), {progress.rows_per_s:,.0f} rows/s"
     if progress.left_s is None:
@@ -207,7 +176,7 @@ def _progress_line(progress: Progress) -> str:
 
 
 @contextmanager
-def _says_how_to_go_on() -> Iterator[None]:
+def _note_on_resuming() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Terminated) as stop:

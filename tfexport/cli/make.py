@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,16 +10,16 @@ import click
 
 from tfexport.bundle.manifest import ENGINES, Identity
 from tfexport.cli.options import (
-    IDS,
     PATH,
-    field_option,
+    config_of,
+    config_options,
     json_option,
     loading_options,
     sign_key_option,
     trusted_keys_option,
 )
 from tfexport.cli.process import says_whether_written
-from tfexport.cli.terminal import build_progress, print_result, report_line, stage_progress
+from tfexport.cli.terminal import print_result, report_line, stage_progress
 from tfexport.contract import CONCAT_OPSETS, AlignmentHeads
 from tfexport.errors import printable
 from tfexport.export.config import ExportConfig
@@ -30,32 +31,12 @@ from tfexport.tensorrt.config import EngineConfig, Target
 @click.command("import")
 @click.argument("checkpoint", type=PATH)
 @click.option("--output", type=PATH, required=True, help="Model directory to make.")
-@click.option(
-    "--layout", default=ImportConfig.layout, help="auto, the name of a built-in layout, or a layout file (YAML)."
-)
-@click.option("--entry", metavar="NAME", help="Of several state dicts in a file the one that is meant, such as ema.")
 @click.option("--golden", type=PATH, help="What the original model computes, as recorded beside its code.")
-@click.option("--heads", type=click.IntRange(min=1), help="Attention heads, which no shape tells.")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A switch or token id, such as norm_eps=1e-6."
-)
+@config_options(ImportConfig, settings={"name": "--set", "metavar": "KEY=VALUE"})
 @click.option(
     "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, list of tokens, or Hugging Face directory."
 )
 @click.option("--target-tokenizer", type=PATH, help="The target's own, where --tokenizer is the source's alone.")
-@click.option("--source-prefix", type=IDS, default="", help="Ids before what the tokenizer makes of a source.")
-@click.option("--source-suffix", type=IDS, default="", help="Ids behind it, such as the end token.")
-@click.option("--target-prefix", type=IDS, default="", help="Ids that every target begins with, behind the start.")
-@click.option("--source-language", help="Of the texts that go in, as the tokenizer names it, such as eng_Latn.")
-@click.option("--target-language", help="Of the texts that come out, unless a call names another.")
-@click.option("--builtin/--no-builtin", default=ImportConfig.builtin, help="Let auto propose the built-in layouts.")
-@click.option(
-    "--search-budget",
-    type=click.IntRange(min=1),
-    default=ImportConfig.search_budget,
-    help="Candidates that auto runs at most: a mapping of the keys with a value of every switch each.",
-)
-@click.option("--accept-unverified", is_flag=True, help="Take what auto proposes without a golden.")
 @click.option("--force", is_flag=True, help="Replace a model directory that is there, once the new one is whole.")
 def import_(
     checkpoint: Path,
@@ -93,39 +74,24 @@ def import_(
             click.echo(printable(f"unverified: {line}"))
 
 
-class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
-    """A layer, and behind a colon heads with commas between them."""
-
-    name = "layer[:head,…]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AlignmentHeads:
-        """Read one value."""
-        if isinstance(value, AlignmentHeads):
-            return value
-        layer, colon, heads = value.partition(":")
-        try:
-            return AlignmentHeads(layer=int(layer), heads=tuple(map(int, heads.split(","))) if colon else ())
-        except ValueError:
-            self.fail(f"{value!r} is not a layer and heads; write 1 for all heads of layer 1, or 1:0,2", param, ctx)
+def _heads(value: str) -> AlignmentHeads:
+    layer, colon, heads = value.partition(":")
+    try:
+        return AlignmentHeads(layer=int(layer), heads=tuple(map(int, heads.split(","))) if colon else ())
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{value!r} is not a layer and heads; write 1 for all heads of layer 1, or 1:0,2"
+        ) from error
 
 
 @click.command()
 @click.argument("source")
 @click.option("--output", type=PATH, required=True, help="Bundle directory to make.")
-@field_option(ExportConfig, "precision")
-@field_option(ExportConfig, "optimize_for")
-@field_option(ExportConfig, "forms", default=",".join(ExportConfig.forms), show_default=True)
-@field_option(ExportConfig, "opset", type=click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1]))
-@field_option(ExportConfig, "max_source_length")
-@field_option(ExportConfig, "max_target_length")
-@click.option(
-    "--alignment",
-    type=HeadsOption(),
-    help="Write cross-attention as alignment too: of this decoder layer, from 0 or -1 for the last, the mean of these "
-    "heads, or of all when none is named.",
+@config_options(
+    ExportConfig,
+    opset={"type": click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1])},
+    alignment={"type": _heads, "metavar": "LAYER[:HEAD,…]"},
 )
-@field_option(ExportConfig, "speculation")
-@field_option(ExportConfig, "seed")
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
 @click.option("--name", help="Of the model, for the manifest.")
 @click.option("--model-version", "version", help="Of the model, in numbers of your own, for the manifest.")
@@ -176,23 +142,17 @@ def _target(_context: click.Context, _parameter: click.Parameter, value: str) ->
 
 @click.command()
 @click.argument("bundle", type=PATH)
-@field_option(EngineConfig, "target", type=click.Choice(["auto", *get_args(Target)]), default="auto", callback=_target)
-@field_option(EngineConfig, "form", type=click.Choice(["static", "concat"]))
-@field_option(EngineConfig, "precision")
-@field_option(EngineConfig, "weights")
-@field_option(EngineConfig, "max_batch")
-@field_option(EngineConfig, "max_source_length")
-@field_option(EngineConfig, "max_target_length")
-@field_option(EngineConfig, "capacities")
-@field_option(EngineConfig, "min_shapes", "--minShapes")
-@field_option(EngineConfig, "opt_shapes", "--optShapes")
-@field_option(EngineConfig, "max_shapes", "--maxShapes")
-@field_option(EngineConfig, "workspace_mib", "--workspace")
-@field_option(EngineConfig, "builder_optimization_level")
-@field_option(EngineConfig, "timing_cache")
-@field_option(EngineConfig, "version_compatible")
-@field_option(EngineConfig, "hardware_compatibility", "--hardware-compatibility-level")
-@field_option(EngineConfig, "compute_capabilities", "--compute-capability")
+@config_options(
+    EngineConfig,
+    target={"type": click.Choice(["auto", *get_args(Target)]), "default": "auto", "callback": _target},
+    form={"type": click.Choice(["static", "concat"])},
+    min_shapes="--minShapes",
+    opt_shapes="--optShapes",
+    max_shapes="--maxShapes",
+    workspace_mib="--workspace",
+    hardware_compatibility="--hardware-compatibility-level",
+    compute_capabilities="--compute-capability",
+)
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
 @sign_key_option
 @trusted_keys_option
@@ -219,7 +179,7 @@ def trt(
         print_result(estimate.to_dict(), estimate.lines(), as_json)
         return
     with says_whether_written(bundle / ENGINES):
-        with build_progress() as (report, on_progress):
+        with stage_progress() as (report, on_progress):
             built = build_engines(
                 bundle,
                 settings,
@@ -227,7 +187,7 @@ def trt(
                 sign_key=sign_key,
                 trusted_keys=trusted_keys,
                 report=report,
-                on_progress=on_progress,
+                on_progress=partial(on_progress, "building"),
             )
         print_result(built.to_dict(), built.lines(), as_json)
 
@@ -236,24 +196,17 @@ def trt(
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
 @click.option("--output", type=PATH, required=True, help="Model repository to write.")
 @loading_options
-@click.option("--slots", default=ServingConfig.slots, help="Rows of each model that are decoded at once.")
-@click.option("--max-waiting", default=ServingConfig.max_waiting, help="Requests of each model that may wait.")
-@click.option("--max-num-beams", default=ServingConfig.max_num_beams, help="Beams of a request at most.")
-@click.option(
-    "--timeout", "timeout_s", default=Limits.max_timeout_s, help="Seconds that a request may wait, and then may take."
-)
+@config_options(ServingConfig, "slots", "max_waiting", "max_num_beams")
+@config_options(Limits, "max_timeout_s", max_timeout_s="--timeout")
 @click.option("--stream/--no-stream", default=True, help="Add NAME_stream, which streams, and loads the bundle again.")
 @click.option("--force", is_flag=True, help="Replace a repository that tfexport wrote.")
 def triton(
     bundles: tuple[str, ...],
     output: Path,
     loading: dict[str, Any],
-    slots: int,
-    max_waiting: int,
-    max_num_beams: int,
-    timeout_s: float,
     stream: bool,
     force: bool,
+    **options: Any,
 ) -> None:
     """Write a model repository for Triton Inference Server, with each BUNDLE under NAME or that of its directory."""
     with says_whether_written(output):
@@ -262,8 +215,8 @@ def triton(
         write_repository(
             named_bundles(bundles),
             output,
-            serving=ServingConfig(slots=slots, max_waiting=max_waiting, max_num_beams=max_num_beams),
-            limits=Limits(max_timeout_s=timeout_s),
+            serving=config_of(ServingConfig, options),
+            limits=config_of(Limits, options),
             **loading,
             report=report_line,
             stream=stream,

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
-from tfexport.config import Config, options_of, settings
+from tfexport.config import Config, Setting, options_of, settings
 from tfexport.contract import Device, Form
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
 
-# Options that say the target's language in multilingual models.
+# Options that choose the target language of multilingual models.
 _BY_NAME = ("forced_bos_token_id", "decoder_start_token_id")
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=Config)
 
 
 class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
@@ -36,38 +39,26 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic befor
 
 
 class NoneOr(click.ParamType):  # type: ignore[type-arg]
-    """A value, or "none", which takes back what a bundle brings."""
+    """A value, or "none", which cancels a default of the bundle."""
 
-    def __init__(self, item: click.ParamType) -> None:  # type: ignore[type-arg]
-        self.item = item
-        self.name = item.name
+    def __init__(self, item: Any) -> None:
+        self.item = click.types.convert_type(item)
+        self.name = self.item.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return None for "none"."""
         return None if value == "none" else self.item.convert(value, param, ctx)
 
 
-class Token(click.ParamType):  # type: ignore[type-arg]
-    """An id, or a token by its name, which `token_ids` looks up."""
-
-    name = "id or token"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Return an int for an id, else the name."""
-        try:
-            return int(value)
-        except ValueError:
-            return str(value)
+def _id_or_token(value: str) -> int | str:
+    try:
+        return int(value)
+    except ValueError:
+        return value  # `token_ids` looks it up
 
 
-class NumberOrAuto(click.ParamType):  # type: ignore[type-arg]
-    """A number from 1, or "auto"."""
-
-    name = "number or auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return "auto" as it is."""
-        return value if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
+def _number_or_auto(value: Any) -> Any:
+    return value if value == AUTO else click.IntRange(min=1).convert(value, None, None)
 
 
 class PathOrUri(click.Path):
@@ -79,7 +70,6 @@ class PathOrUri(click.Path):
 
 
 PATH = click.Path(path_type=Path)
-IDS = CommaList(click.IntRange(min=0))
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
 engine_option = click.option(
     "--engine", help="TensorRT engine of the bundle; by default the only one that runs on this machine."
@@ -106,7 +96,8 @@ _LOADING = {
     "engine": engine_option,
     "threads": click.option(
         "--threads",
-        type=NumberOrAuto(),
+        type=_number_or_auto,
+        metavar="NUMBER OR AUTO",
         default=AUTO,
         help="CPU threads of ONNX Runtime; auto chooses by the size of the model and the cores.",
     ),
@@ -114,83 +105,88 @@ _LOADING = {
 }
 
 
-def loading_options(command: F) -> F:
-    """Add the options of `tfexport.load`; the command receives them as one dictionary, `loading`."""
+@dataclass(frozen=True)
+class TextRun:
+    """Arguments and options of every command that reads texts and runs a bundle."""
+
+    bundle: Path
+    texts: tuple[str, ...]
+    source: Path | str | None
+    output: Path | str | None
+    loading: dict[str, Any]
+    batch_size: int
+
+
+def _grouped(command: F, group: str, names: Iterable[str], kind: Callable[..., Any] = dict) -> F:
+    """Let a command receive several options as one argument."""
 
     @functools.wraps(command)
     def grouped(**values: Any) -> Any:
-        return command(loading={name: values.pop(name) for name in _LOADING}, **values)
+        return command(**{group: kind(**{name: values.pop(name) for name in names})}, **values)
 
-    for add in reversed(_LOADING.values()):
-        grouped = add(grouped)
     return cast(F, grouped)
 
 
-def field_option(config: type[Config], field: str, *names: str, **more: Any) -> Callable[[F], F]:
-    """Make the option of a setting: its type, default and help are those of the field.
-
-    Args:
-        config: that has the field.
-        field: its name, and that of the option with "-" for "_".
-        names: of the option, where they are others.
-        more: of `click.option`, in place of what the field says.
-    """
-    setting = next(setting for setting in settings(config) if setting.name == field)
-    kind = setting.types[0]
-    derived: dict[str, Any] = {"help": setting.help, "default": setting.default}
-    if words := [word for one in setting.types if get_origin(one) is Literal for word in get_args(one)]:
-        derived["type"] = click.Choice(words)
-    elif kind is bool:
-        derived["is_flag"] = True
-    elif get_origin(kind) is tuple:
-        item = options_of(get_args(kind)[0])[0]
-        derived |= {"multiple": True} if item is str else {"type": CommaList(_item_type(item)), "show_default": False}
-    else:
-        derived["type"] = PATH if kind is Path else kind
-    if derived["default"] == "":
-        derived["show_default"] = False
-    return click.option(*(names or ["--" + field.replace("_", "-")]), field, **derived | more)
-
-
-def _item_type(item: Any) -> click.ParamType:  # type: ignore[type-arg]
-    return click.Choice(get_args(item)) if get_origin(item) is Literal else click.INT
-
-
-def decode_options(command: F) -> F:
-    """Add one option for each field of DecodeConfig, with its default and its help."""
-    for field in reversed(settings(DecodeConfig)):
-        name, default = "--" + field.name.replace("_", "-"), field.default
-        kind: Any = NoneOr(click.INT) if default is None else type(default)
-        more: dict[str, Any] = {"type": kind, "default": default}
-        if field.name == "early_stopping":
-            more = {"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping}
-        elif field.name == "bad_words_ids":
-            more = {"type": CommaList(click.INT), "multiple": True, "show_default": False, "callback": _without_empty}
-        elif field.name in _BY_NAME:
-            more = {"type": NoneOr(Token())}
-        elif field.name in ("forced_eos_token_id", "eos_token_id"):
-            more = {"type": NoneOr(CommaList(click.INT))}
-        elif field.name == "max_time":
-            more = {"type": NoneOr(click.FLOAT)}
-        elif field.name == "stop_strings":
-            more = {"multiple": True, "show_default": False, "callback": _without_empty}
-        elif kind is tuple:
-            more = {"type": CommaList(click.INT), "default": default, "show_default": False}
-        elif kind is bool:
-            name += f"/--no-{name.removeprefix('--')}"
-        command = click.option(name, help=field.help, **more)(command)
+def loading_options(command: F) -> F:
+    """Add the options of `tfexport.load`; the command receives them as one dictionary, `loading`."""
+    command = _grouped(command, "loading", _LOADING)
+    for add in reversed(_LOADING.values()):
+        command = add(command)
     return command
 
 
-def token_ids(options: dict[str, Any], target_id: Callable[[str], int] | None) -> dict[str, Any]:
-    """Return options with the ids of tokens that were given by name.
+def config_options(config: type[Config], *fields: str, **changes: str | dict[str, Any]) -> Callable[[F], F]:
+    """Return a decorator that adds options with the type, default and help of a configuration's fields.
 
     Args:
-        options: of decoding.
-        target_id: tells the id of a token; None where there is no tokenizer.
+        config: the configuration.
+        fields: the fields; by default all that have a help text.
+        changes: for a field, the name of its option, or arguments of `click.option` that replace the field's.
+    """
+
+    def add(command: F) -> F:
+        for setting in reversed(settings(config)):
+            if setting.name in fields or (setting.help and not fields):
+                change = changes.get(setting.name, {})
+                more = {"name": change} if isinstance(change, str) else change
+                derived = _derived(setting) | more
+                command = click.option(derived.pop("name"), setting.name, help=setting.help, **derived)(command)
+        return command
+
+    return add
+
+
+def config_of(kind: type[C], options: dict[str, Any]) -> C:
+    """Create a configuration from those options that are fields of it."""
+    return kind(**{setting.name: options[setting.name] for setting in settings(kind) if setting.name in options})
+
+
+def _derived(setting: Setting) -> dict[str, Any]:
+    """Return the arguments of `click.option` for a setting."""
+    name, default = "--" + setting.name.replace("_", "-"), setting.default
+    if setting.types == (bool,):
+        return {"name": f"{name}/--no-{name[2:]}" if default else name, "is_flag": True, "default": default}
+    derived = {"name": name, "default": default, "show_default": default not in ("", ())}
+    lists = [get_args(kind)[0] for kind in setting.types if get_origin(kind) is tuple]
+    words = [word for kind in setting.types if get_origin(kind) is Literal for word in get_args(kind)]
+    kind: Any = PATH if setting.types[0] is Path else setting.types[0]
+    if words:
+        kind = click.Choice(words)
+    elif lists and options_of(lists[0]) == (str,):
+        return derived | {"multiple": True}
+    elif lists:
+        (item,) = options_of(lists[0])
+        kind = CommaList(click.Choice(get_args(item)) if get_origin(item) is Literal else click.INT)
+    if NoneType in setting.types and (lists or kind in (int, float)):
+        kind = NoneOr(kind)
+    return derived | {"type": kind}
+
+
+def token_ids(options: dict[str, Any], target_id: Callable[[str], int] | None) -> dict[str, Any]:
+    """Return decoding options with ids in place of tokens that were given by name.
 
     Raises:
-        InputError: there is no such token, or no tokenizer.
+        InputError: there is no such token, or no tokenizer, so `target_id` is None.
     """
     named = {name: value for name in _BY_NAME if isinstance(value := options.get(name), str)}
     if named and target_id is None:
@@ -199,12 +195,12 @@ def token_ids(options: dict[str, Any], target_id: Callable[[str], int] | None) -
 
 
 def is_given(name: str) -> bool:
-    """Say whether an option of the running command was given, and does not only have its default."""
+    """Return whether an option of the running command was given."""
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _without_empty(_context: click.Context, _parameter: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop what is empty: given alone it takes back what a bundle brings."""
+    """Drop empty values; an empty value on its own cancels a default of the bundle."""
     return tuple(value for value in values if value)
 
 
@@ -212,8 +208,20 @@ def _early_stopping(_context: click.Context, _parameter: click.Parameter, value:
     return {"true": True, "false": False}.get(value, value)
 
 
+decode_options = config_options(
+    DecodeConfig,
+    early_stopping={"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping},
+    bad_words_ids={"type": CommaList(click.INT), "multiple": True, "callback": _without_empty},
+    stop_strings={"callback": _without_empty},
+    do_sample="--do-sample/--no-do-sample",
+    return_alternatives="--return-alternatives/--no-return-alternatives",
+    replace_unknowns="--replace-unknowns/--no-replace-unknowns",
+    **{name: {"type": NoneOr(_id_or_token), "metavar": "ID OR TOKEN"} for name in _BY_NAME},
+)
+
+
 def text_options(command: F) -> F:
-    """Add the arguments and options of every command that reads texts and runs a bundle."""
+    """Add what commands that read texts and run a bundle have in common; they receive it as `run`."""
     return _text_options(
         command,
         click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
@@ -222,15 +230,7 @@ def text_options(command: F) -> F:
 
 
 def bulk_options(command: F) -> F:
-    """Add the same for files of any size and format, with their columns."""
-    for add in (
-        click.option(
-            "--output-column",
-            help="Column of the outputs; further columns begin with its name.  [default: output]",
-        ),
-        click.option("--input-column", help="Column of the texts; by default the only one, or the one named text."),
-    ):
-        command = add(command)
+    """Add the same for files of any size and format."""
     return _text_options(
         command,
         click.option(
@@ -248,6 +248,7 @@ def bulk_options(command: F) -> F:
 
 
 def _text_options(command: F, source: Callable[[F], F], output: Callable[[F], F]) -> F:
+    command = _grouped(command, "run", TextRun.__dataclass_fields__, TextRun)
     batch_size = click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts in a batch.")
     texts = click.argument("texts", nargs=-1, metavar="[TEXT]...")
     for add in (batch_size, loading_options, output, source, texts, click.argument("bundle", type=PATH)):

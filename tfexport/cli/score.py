@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.options import json_option, text_options
+from tfexport.cli.options import TextRun, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
 
 if TYPE_CHECKING:
-    from tfexport.model.model import Pooling
+    from tfexport.model.model import Model, Pooling
+
+
+@contextmanager
+def _opened(run: TextRun, count: int, label: str) -> Iterator[tuple[Model, Callable[[str], None], dict[str, Any]]]:
+    """Load the bundle; yield it, a function that writes a line, and arguments of a call with `count` texts."""
+    from tfexport.model.load import load
+
+    with (
+        load(run.bundle, **run.loading) as model,
+        lines_to(run.output) as write,
+        progress(count, run.batch_size, label) as tick,
+    ):
+        yield model, write, {"batch_size": run.batch_size, "on_progress": tick}
 
 
 @click.command()
 @text_options
-@click.option("--add-eos/--no-add-eos", default=True, help="Score the end token behind each target too.")
+@click.option("--add-eos/--no-add-eos", default=True, help="Score the end token after each target too.")
 @json_option
-def score(
-    bundle: Path,
-    texts: tuple[str, ...],
-    source: Path | None,
-    output: Path | None,
-    loading: dict[str, Any],
-    batch_size: int,
-    add_eos: bool,
-    as_json: bool,
-) -> None:
+def score(run: TextRun, add_eos: bool, as_json: bool) -> None:
     """Write how probable the target of each TEXT is for its source: the sum of log p of its tokens.
 
     A TEXT is a source and a target with a tab between them, or a JSON object with "input" and "text", such as
@@ -36,15 +41,9 @@ def score(
     """
     from tfexport._io.text import split_pairs
 
-    sources, targets = split_pairs(inputs_of(texts, source))
-    from tfexport.model.load import load
-
-    with (
-        load(bundle, **loading) as model,
-        lines_to(output) as write,
-        progress(len(sources), batch_size, "scoring") as tick,
-    ):
-        scores = model.score(sources, targets, add_eos=add_eos, batch_size=batch_size, on_progress=tick)
+    sources, targets = split_pairs(inputs_of(run.texts, run.source))
+    with _opened(run, len(sources), "scoring") as (model, write, call):
+        scores = model.score(sources, targets, add_eos=add_eos, **call)
         for index, (text, target, one) in enumerate(zip(sources, targets, scores, strict=True)):
             if as_json:
                 write(json_text({"index": index, "input": text, "text": target, **dataclasses.asdict(one)}))
@@ -55,15 +54,7 @@ def score(
 @click.command()
 @text_options
 @json_option
-def align(
-    bundle: Path,
-    texts: tuple[str, ...],
-    source: Path | None,
-    output: Path | None,
-    loading: dict[str, Any],
-    batch_size: int,
-    as_json: bool,
-) -> None:
+def align(run: TextRun, as_json: bool) -> None:
     """Write which source token each target token of each TEXT was read from, as 0-0 1-2: source and target, from 0.
 
     A TEXT is a source and a target with a tab between them, or a JSON object with "input" and "text", such as
@@ -72,15 +63,9 @@ def align(
     """
     from tfexport._io.text import split_pairs
 
-    sources, targets = split_pairs(inputs_of(texts, source))
-    from tfexport.model.load import load
-
-    with (
-        load(bundle, **loading) as model,
-        lines_to(output) as write,
-        progress(len(sources), batch_size, "aligning") as tick,
-    ):
-        found = model.align(sources, targets, batch_size=batch_size, on_progress=tick)
+    sources, targets = split_pairs(inputs_of(run.texts, run.source))
+    with _opened(run, len(sources), "aligning") as (model, write, call):
+        found = model.align(sources, targets, **call)
         for index, (text, target, one) in enumerate(zip(sources, targets, found, strict=True)):
             if as_json:
                 values = {**dataclasses.asdict(one), "weights": one.weights.tolist()}
@@ -93,24 +78,10 @@ def align(
 @text_options
 @click.option("--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How tokens become one vector.")
 @click.option("--normalize/--no-normalize", default=True, help="Scale every vector to length 1.")
-def embed(
-    bundle: Path,
-    texts: tuple[str, ...],
-    source: Path | None,
-    output: Path | None,
-    loading: dict[str, Any],
-    batch_size: int,
-    pooling: Pooling,
-    normalize: bool,
-) -> None:
+def embed(run: TextRun, pooling: Pooling, normalize: bool) -> None:
     """Write the vector of each TEXT with an encoder-only bundle, one JSON object a line."""
-    inputs = inputs_of(texts, source)
-    from tfexport.model.load import load
-
-    with (
-        load(bundle, **loading) as model,
-        lines_to(output) as write,
-    ):
-        vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)
+    inputs = inputs_of(run.texts, run.source)
+    with _opened(run, len(inputs), "embedding") as (model, write, call):
+        vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=call["batch_size"])
         for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
             write(json_text({"index": index, "input": text, "embedding": vector.tolist()}))

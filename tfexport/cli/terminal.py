@@ -1,4 +1,4 @@
-"""What goes in and out: texts, lines, JSON and bars."""
+"""Read texts, and write lines, JSON and progress bars."""
 
 from __future__ import annotations
 
@@ -13,46 +13,39 @@ import click
 
 from tfexport.errors import printable
 
-# Of a bar for what has no number of its own.
+# Length of a bar that shows a fraction.
 _STEPS = 1000
-# Back to the start of the line, and nothing on it.
+# Go to the start of the line and clear it.
 _CLEAR = "\r\x1b[K"
 
 
-def inputs_of(texts: Sequence[str], source: Path | None) -> list[str]:
-    """Take the texts of the arguments, of a file or of standard input."""
+def inputs_of(texts: Sequence[str], source: Path | str | None) -> list[str]:
+    """Return the texts of the arguments, of a file or of standard input."""
     from tfexport._io.text import read_lines
 
     if texts and source:
         raise click.UsageError("TEXT and --input were both given; choose one.")
     if texts:
         return list(texts)
-    if source is None or str(source) == "-":
-        return _piped(is_asked_for=source is not None)
-    with source.open("rb") as stream:
-        return read_lines(stream, str(source))
-
-
-def _piped(*, is_asked_for: bool) -> list[str]:
-    """Take the texts of standard input."""
-    from tfexport._io.text import read_lines
-
-    if sys.stdin is None:  # as Python has it where the stream is closed
+    if source is not None and str(source) != "-":
+        with Path(source).open("rb") as stream:
+            return read_lines(stream, str(source))
+    if sys.stdin is None:  # Python's value for a closed stream
         raise click.UsageError("No text was given, and standard input is closed; add TEXT, or --input FILE.")
-    if not is_asked_for and sys.stdin.isatty():
+    if source is None and sys.stdin.isatty():
         raise click.UsageError("No text was given; add TEXT, or --input FILE, or pipe one text a line.")
     return read_lines(sys.stdin.buffer, "standard input")
 
 
 @contextmanager
-def lines_to(output: Path | None) -> Iterator[Callable[[str], None]]:
-    """Yield what writes a line, to standard output or to a file that is written whole or not at all."""
+def lines_to(output: Path | str | None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that writes a line to standard output, or to a file that is written whole or not at all."""
     from tfexport._io.text import write_whole
 
     if output is None:
         yield click.echo
     else:
-        with write_whole(output) as lines:
+        with write_whole(Path(output)) as lines:
             yield lines.append
 
 
@@ -64,21 +57,6 @@ def progress(length: int, batch_size: int, label: str = "generating") -> Iterato
     else:
         with click.progressbar(length=length, label=label, file=sys.stderr) as bar:
             yield bar.update
-
-
-@contextmanager
-def build_progress() -> Iterator[tuple[Callable[[str], None], Callable[[float], None]]]:
-    """Show a bar on a terminal, and lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield report_line, lambda done: None
-        return
-    with click.progressbar(length=_STEPS, label="preparing", file=sys.stderr) as bar:
-
-        def report(line: str) -> None:
-            bar.label = printable(line)
-            bar.render_progress()
-
-        yield report, lambda done: bar.update(int(done * _STEPS) - bar.pos)
 
 
 @contextmanager
@@ -106,16 +84,16 @@ def stage_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, flo
 
 
 def report_line(line: str) -> None:
-    """Tell what happens, beside the results."""
+    """Print a line of progress to standard error."""
     click.echo(printable(line), err=True)
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Spell a value as JSON, in one line unless indented."""
+    """Format a value as JSON, on one line unless indented."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     try:
         text.encode()
-    except UnicodeEncodeError:  # a name that is no UTF-8, which JSON has to escape
+    except UnicodeEncodeError:  # a name that is not UTF-8
         return json.dumps(value, indent=indent)
     return text
 

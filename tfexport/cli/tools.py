@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
-from tfexport.bench.config import BenchConfig, Scenario
+from tfexport.bench.config import BenchConfig
 from tfexport.cli.commands import EXIT_ERROR, EXIT_PARITY
 from tfexport.cli.options import (
     INPUT,
     PATH,
     CommaList,
+    config_options,
     device_option,
     engine_option,
     json_option,
@@ -27,14 +28,13 @@ from tfexport.errors import BenchError, printable, raise_all
 from tfexport.runtime.registry import comparable
 
 _COMPARABLE = [backend.name for backend in comparable()]
-_SIZES = CommaList(click.INT)
 
 
 @click.command()
 @click.argument("bundle", type=PATH)
 @click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY that it was made from.")
 @click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
-@click.option("--seed", default=0, help="Of the sequences.")
+@click.option("--seed", default=0, help="Seed of the sequences.")
 @click.option(
     "--backend", type=click.Choice(_COMPARABLE), default=_COMPARABLE[0], help="Compare the graphs, or an engine."
 )
@@ -56,11 +56,10 @@ def verify(
     """Compare every stage of BUNDLE with PyTorch; exit with 2 when one differs."""
     from tfexport.verify import VerifyConfig, verify_bundle
 
-    config = VerifyConfig(samples=samples, seed=seed)
     result = verify_bundle(
         bundle,
         against=against,
-        config=config,
+        config=VerifyConfig(samples=samples, seed=seed),
         backend=backend,
         device=device,
         engine=engine,
@@ -73,27 +72,9 @@ def verify(
 
 @click.command()
 @click.argument("bundle", type=PATH, required=False)
-@click.option(
-    "--scenario",
-    type=click.Choice(get_args(Scenario)),
-    default=BenchConfig.scenario,
-    help="Measure single requests, batches, requests that arrive at --rate, or all combinations of sizes.",
-)
 @loading_options
-@click.option("--batch-size", type=_SIZES, default=(), show_default=False, help="Texts decoded together.")
-@click.option("--source-length", type=_SIZES, default=(), show_default=False, help="Tokens of each random source.")
-@click.option("--target-length", type=_SIZES, default=(), show_default=False, help="New tokens of each text, exactly.")
-@click.option("--num-beams", default=BenchConfig.num_beams, help="Beams of beam search; 1 is greedy.")
+@config_options(BenchConfig)
 @click.option("--input", "source", type=INPUT, help="File with one text a line instead of random sources.")
-@click.option("--rate", type=float, help="Requests a second of the server scenario.")
-@click.option("--goal-ms", type=float, metavar="MS", help="Latency up to which an answer counts for goodput.")
-@click.option("--slots", type=int, help="Rows that the server scenario decodes at once.")
-@click.option("--url", help="Measure a running server, such as http://127.0.0.1:8000.")
-@click.option("--model", help="Name of its model, if it has several.")
-@click.option("--token-file", type=click.Path(), help="File whose first line is the bearer token of the server.")
-@click.option("--duration", type=float, help="Seconds to measure in each process, for each combination in a sweep.")
-@click.option("--processes", default=BenchConfig.processes, help="Fresh processes to measure in, one after another.")
-@click.option("--seed", default=BenchConfig.seed, help="Seed of the random sources and arrivals.")
 @click.option("--verify/--no-verify", default=True, help="Refuse a bundle whose outputs differ from PyTorch.")
 @click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY to verify with.")
 @click.option("--json", "json_file", type=PATH, help="File to write the whole report to.")

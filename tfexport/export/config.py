@@ -41,7 +41,13 @@ class ExportConfig(Config, subject="export"):
     ] = 18
     max_source_length: Annotated[Size | None, Help("Most source tokens; the model's limit when not given.")] = None
     max_target_length: Annotated[Size | None, Help("Most target tokens; the model's limit when not given.")] = None
-    alignment: AlignmentHeads | None = None
+    alignment: Annotated[
+        AlignmentHeads | None,
+        Help(
+            "Write cross-attention as alignment too: of this decoder layer, from 0 or -1 for the last, the mean of "
+            "these heads, or of all when none is named."
+        ),
+    ] = None
     speculation: Annotated[
         bool, Help("Let one step verify several tokens of a single text that copies or repeats.")
     ] = False

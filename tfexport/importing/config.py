@@ -1,40 +1,32 @@
 """Define the options of a checkpoint import."""
 
-from tfexport.config import Config, Heads, Size
+from typing import Annotated
+
+from tfexport.config import Config, Heads, Help, Size, TokenId
 
 
 class ImportConfig(Config, subject="import"):
-    """Options of a checkpoint import.
+    """Options of a checkpoint import."""
 
-    Attributes:
-        layout: "auto", the name of a built-in layout, or the path of a layout file.
-        entry: name of the state dict to import if the file contains several, such as averaged weights.
-        heads: number of attention heads, which shapes do not show.
-        settings: KEY=VALUE texts. They replace switches and tokens of the layout.
-        source_prefix: ids to add before the tokenized source.
-        source_suffix: ids to add after the tokenized source.
-        target_prefix: ids to add before the tokenized target.
-        source_language: source language of a multilingual tokenizer.
-        target_language: target language of a multilingual tokenizer.
-        builtin: whether "auto" may choose a built-in layout.
-        search_budget: maximum number of candidates to run. A candidate is a mapping of the keys with a value for every
-            switch.
-        accept_unverified: accept the layout that "auto" proposes without reference outputs.
-    """
-
-    layout: str = "auto"
-    entry: str | None = None
-    heads: Heads | None = None
-    settings: tuple[str, ...] = ()
-    source_prefix: tuple[int, ...] = ()
-    source_suffix: tuple[int, ...] = ()
-    target_prefix: tuple[int, ...] = ()
-    source_language: str | None = None
-    target_language: str | None = None
-    builtin: bool = True
+    layout: Annotated[str, Help("auto, the name of a built-in layout, or a layout file (YAML).")] = "auto"
+    entry: Annotated[str | None, Help("State dict to import from a file with several, such as ema.")] = None
+    heads: Annotated[Heads | None, Help("Attention heads, which shapes do not show.")] = None
+    settings: Annotated[tuple[str, ...], Help("Switch or token id of the layout to set, such as norm_eps=1e-6.")] = ()
+    source_prefix: Annotated[tuple[TokenId, ...], Help("Ids to add before the tokenized source.")] = ()
+    source_suffix: Annotated[tuple[TokenId, ...], Help("Ids to add after it, such as the end token.")] = ()
+    target_prefix: Annotated[
+        tuple[TokenId, ...], Help("Ids that every target begins with, after the start token.")
+    ] = ()
+    source_language: Annotated[
+        str | None, Help("Language of the sources, as the tokenizer names it, such as eng_Latn.")
+    ] = None
+    target_language: Annotated[str | None, Help("Language of the outputs, unless a call names another.")] = None
+    builtin: Annotated[bool, Help("Let auto choose a built-in layout.")] = True
     # Four times the most that any recorded model has needed.
-    search_budget: Size = 20_000
-    accept_unverified: bool = False
+    search_budget: Annotated[
+        Size, Help("Most candidates that auto runs: mappings of the keys, each with a value for every switch.")
+    ] = 20_000
+    accept_unverified: Annotated[bool, Help("Accept what auto proposes without reference outputs.")] = False
 
     def _problems(self) -> list[str]:
         problems = []
