@@ -1,4 +1,4 @@
-"""The stories of docs/cookbook.md go as they are told: files are written, commands run, what they print is compared."""
+"""The recipes of docs/guides/cookbook.md work: files are written, commands run, and their output is compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.integrations.triton.server import PYTHON, Triton, triton
 from tests.test_docs import Block, blocks, same
 
-PAGE = ROOT / "docs" / "cookbook.md"
+PAGE = ROOT / "docs" / "guides" / "cookbook.md"
 PATIENCE_S = 600.0
 STAYS = re.compile(r"tfexport serve |uvicorn |python -m http\.server |tritonserver ")
 IS_UP = re.compile(r"ready after|startup complete|Serving HTTP")

@@ -51,7 +51,7 @@ def sessions(block: Block) -> Iterator[tuple[list[str], str]]:
 
 
 TERMINALS = [block for block in EVERY if block.language in ("", "console") and not block.mark]
-FIRST = ("README.md", "alignment.md", "quantisation.md")  # these make the bundles that the others use
+FIRST = ("README.md", "alignment.md", "quantization.md")  # these make the bundles that the others use
 
 
 @pytest.mark.parametrize("block", ALL, ids=[block.name for block in ALL])

@@ -20,7 +20,7 @@ from tests.conftest import DATES, ROOT
 from tfexport.cli import main
 from tfexport.generation import DecodeConfig
 
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("[egr]*/*.md"))]
 OTHERS = [
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "models/README.md")),
     DATES / "README.md",
@@ -123,7 +123,7 @@ def test_every_command_line_parses(name: str, line: str) -> None:
 def test_every_command_and_option_is_in_the_docs(name: str) -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
     assert f"tfexport {name}" in text
-    decoding = {row[0].strip("`") for row in table(ROOT / "docs" / "generation.md", "option")}
+    decoding = {row[0].strip("`") for row in table(ROOT / "docs" / "reference" / "generation.md", "option")}
     for option in main.commands[name].params:
         if isinstance(option, click.Option) and option.name not in decoding:
             for spelled in (*option.opts, *option.secondary_opts):
@@ -156,7 +156,7 @@ def test_every_document_is_linked_from_another() -> None:
     assert set(DOCS[1:]) <= linked
 
 
-OPTIONS = {row[0].strip("`"): row for row in table(ROOT / "docs" / "generation.md", "option")}
+OPTIONS = {row[0].strip("`"): row for row in table(ROOT / "docs" / "reference" / "generation.md", "option")}
 
 
 def test_the_options_and_their_defaults_are_those_of_the_code() -> None:
@@ -169,7 +169,7 @@ def test_the_options_and_their_defaults_are_those_of_the_code() -> None:
 
 
 def test_the_options_of_serving_have_the_defaults_that_are_shown() -> None:
-    rows = table(ROOT / "docs" / "serving.md", "option of `tfexport serve`")
+    rows = table(ROOT / "docs" / "guides" / "serving.md", "option of `tfexport serve`")
     shown = {name: row[1] for row in rows for name in code(row[0])}
     for option in main.commands["serve"].params:
         if isinstance(option, click.Option) and option.opts[0] in shown:
@@ -183,7 +183,7 @@ def test_the_options_of_serving_have_the_defaults_that_are_shown() -> None:
             assert shown[option.opts[0]] == spelled, option.opts[0]
 
 
-POINTS = table(ROOT / "docs" / "security.md", "point")
+POINTS = table(ROOT / "docs" / "explanation" / "security.md", "point")
 
 
 @pytest.mark.parametrize("row", POINTS, ids=[row[0].split()[0] for row in POINTS])

@@ -170,7 +170,7 @@ def test_bench_takes_it_as_any_other_bundle(bundle: Path) -> None:
         (f"{MODERN}:returns_a_module", "returns Modern("),
         (
             f"{MODERN}:everything_wrong",
-            "Linear has no method encode; see docs/your-own-module.md; Linear has no method",
+            "Linear has no method encode; see docs/guides/your-own-module.md; Linear has no method",
         ),
         (f"{MODERN}:everything_wrong", "spec.precision is fp16, expected fp32; the graphs have that of --precision"),
         (f"{MODERN}:everything_wrong", "weight is not float32 on the CPU; give module.float().cpu()"),

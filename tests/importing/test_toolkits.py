@@ -1,5 +1,7 @@
-"""fairseq, OpenNMT-py and JoeyNMT as docs/toolkits.md has them: keys and files as the toolkits write them, weights
-random, text for text against layers of torch.nn."""
+"""fairseq, OpenNMT-py and JoeyNMT (docs/guides/toolkits.md): keys and files as the toolkits write them, random weights.
+
+Texts are compared with layers of torch.nn.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.conftest import DATES, ROOT
 from tests.test_docs import blocks
 from tfexport.cli import main
 
-PAGE = ROOT / "docs" / "languages.md"
+PAGE = ROOT / "docs" / "guides" / "languages.md"
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 

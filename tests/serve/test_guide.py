@@ -1,4 +1,4 @@
-"""docs/serving.md shows what a server answers, and names a test for each of its promises."""
+"""docs/guides/serving.md shows what a server answers, and names a test for each of its promises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.serve.running import Running, running
 from tests.test_docs import same, table
 
-GUIDE = ROOT / "docs" / "serving.md"
+GUIDE = ROOT / "docs" / "guides" / "serving.md"
 SESSIONS = re.findall(r"^\$ curl (.*)\n((?:(?!\$ |```).*\n)*)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
 PROMISES = table(GUIDE, "what happens")
 

@@ -1,7 +1,7 @@
 """Sign manifests with Ed25519 and check the signatures.
 
 A signature is a file of 64 bytes next to the manifest, which openssl can create and check too.
-The commands that create keys and check signatures are in docs/bundle.md.
+The commands that create keys and check signatures are in docs/reference/bundle.md.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _called(method: str, call: Callable[[], T]) -> T:
     except Exception as error:
         raise GraphError(
             f"{method}: {raised_by(error)}, called with {_BATCH} rows of {_SOURCE_LEN} source and {_TARGET_LEN} new "
-            f"target tokens behind {_PAST_LEN}; see docs/your-own-module.md"
+            f"target tokens behind {_PAST_LEN}; see docs/guides/your-own-module.md"
         ) from error
 
 

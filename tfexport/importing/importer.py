@@ -195,7 +195,7 @@ def _family(
         if not has_golden and asked == "auto":
             raise CheckpointError(
                 f"config.json: model_type is {shortened(hf.get('model_type'))}, expected {', '.join(families())}; "
-                "record a golden beside its code and give --golden, see docs/hugging-face.md"
+                "record a golden beside its code and give --golden, see docs/guides/hugging-face.md"
             )
         report(f"config.json: there is no layout for {shortened(hf.get('model_type'))}; only its tokens are used")
         return None, read_tokens(hf, generation)
@@ -327,7 +327,7 @@ def _not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[s
         f"no layout reproduces the golden{features}: tried {tried}; the closest has error {search.best.error:.1e}, "
         f"expected at most {search.tolerance:.0e}; {search.best.comparison.stage(search.tolerance)} disagrees first; "
         f"finish {started} and give it as --layout; {kind if is_computed else 'with a part of another kind'} no layout "
-        "fits, and the model exports as your own module, see docs/your-own-module.md"
+        "fits, and the model exports as your own module, see docs/guides/your-own-module.md"
     )
 
 

@@ -62,7 +62,7 @@ class OwnModule:
     def _problems(self) -> list[str]:
         needed = ("encode", "decode_step") if self.spec.has_decoder else ("hidden_states",)
         problems = [
-            f"{type(self.module).__name__} has no method {name}; see docs/your-own-module.md"
+            f"{type(self.module).__name__} has no method {name}; see docs/guides/your-own-module.md"
             for name in needed
             if not callable(getattr(self.module, name, None))
         ]

@@ -52,7 +52,7 @@ class StackConfig(Config, subject="stack"):
 class TransformerConfig(Config, subject="model"):
     """The canonical transformer: sizes and switches.
 
-    docs/model.md describes the switches; `tfexport.nn.switches` lists their values. `decoder` is None for an
+    docs/reference/model.md describes the switches; `tfexport.nn.switches` lists their values. `decoder` is None for an
     encoder-only model.
 
     `attention_scale` None means 1/sqrt(d_k), and `rotary_dim` None means all of d_k. `tie_embeddings` shares one table

@@ -17,7 +17,7 @@ _ROOT = Path("/")
 # More cores than any machine has. Each thread costs memory, and the system ends a process with too many.
 MAX_THREADS = 1024
 # A decoder that reads fewer bytes of weights per step gets one thread: ONNX Runtime computes each of its small products
-# on one thread anyway, and the others would spin. docs/generation.md has the measurements.
+# on one thread anyway, and the others would spin. docs/reference/generation.md has the measurements.
 ONE_THREAD_BELOW = 8 * 2**20
 
 

@@ -102,7 +102,7 @@ def test_a_published_directory_says_what_transformers_says(name: str, tmp_path: 
 
 
 def test_transformers_5_scales_what_the_config_of_umt5_does_not(tmp_path: Path) -> None:
-    """When this fails, it does so no longer: the difference goes from docs/hugging-face.md and `published.load`."""
+    """If this fails, remove the difference from docs/guides/hugging-face.md and `published.load`."""
     published.write(tmp_path / "hf", "umt5-small")
     _, ours = imported(tmp_path)
     theirs = UMT5ForConditionalGeneration.from_pretrained(tmp_path / "hf").double().eval()
@@ -258,7 +258,7 @@ def test_another_family_is_named_with_the_way(name: str, tmp_path: Path) -> None
         imported(tmp_path)
     assert f"model_type is {OTHERS[name]['model_type']!r}, expected bart, mbart" in str(caught.value)
     assert "record a golden" in str(caught.value)
-    assert "see docs/hugging-face.md" in str(caught.value)
+    assert "see docs/guides/hugging-face.md" in str(caught.value)
     assert "activation_function" not in str(caught.value)
 
 

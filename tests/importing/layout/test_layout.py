@@ -696,7 +696,7 @@ def test_nothing_is_read_before_the_shapes_fit() -> None:
 
 # The documentation is that of the code.
 
-DOC = ROOT / "docs" / "layouts.md"
+DOC = ROOT / "docs" / "reference" / "layouts.md"
 
 
 def test_the_documented_file_is_one() -> None:

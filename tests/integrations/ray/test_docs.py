@@ -1,4 +1,4 @@
-"""docs/ray.md tells the truth: its table of arguments, its configuration file, its program and its commands."""
+"""docs/guides/ray.md tells the truth: its table of arguments, its configuration file, its program and its commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_docs import EVERY, code, table
 from tfexport.integrations.ray import Arguments
 from tfexport.serve.config import HttpConfig, ServingConfig
 
-PAGE = ROOT / "docs" / "ray.md"
+PAGE = ROOT / "docs" / "guides" / "ray.md"
 FILE = ROOT / "docs" / "serving" / "ray.yaml"
 (PROGRAM,) = (block.text for block in EVERY if block.name.startswith("ray.md:") and block.language == "python")
 PROMISES = table(PAGE, "what happens")

@@ -208,7 +208,7 @@ def test_triton_s_generate_endpoints(server: Triton, model: Model) -> None:
 
 
 def test_the_client_of_the_guide(server: Triton, capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = (block for block in blocks(ROOT / "docs" / "triton.md") if block.language == "python")
+    (program,) = (block for block in blocks(ROOT / "docs" / "guides" / "triton.md") if block.language == "python")
     assert "127.0.0.1:8000" in program.text
     exec(compile(program.text.replace("127.0.0.1:8000", server.http), program.name, "exec"), {})
     assert capsys.readouterr().out == program.prints

@@ -1,4 +1,4 @@
-"""The tables of docs/serving.md say what the code says."""
+"""The tables of docs/guides/serving.md say what the code says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfexport.serve.config import HttpConfig
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
 
-SERVING = ROOT / "docs" / "serving.md"
+SERVING = ROOT / "docs" / "guides" / "serving.md"
 
 
 def test_the_endpoints_are_those_of_the_app() -> None:

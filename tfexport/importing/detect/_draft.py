@@ -131,7 +131,7 @@ class _Outline:
             raise CheckpointError(
                 f"{len(parts)} modules are outside of the layers, expected embeddings, tables of positions, norms and "
                 f"an output: {_listed(parts)}; leave out what is no weight of the model, or write a layout, see "
-                "docs/layouts.md"
+                "docs/reference/layouts.md"
             )
         extras = {key: side for side, found in self.sides.items() for key in found.extras}
         # T5 has one relative bias, [buckets, heads], for all layers of a side.
@@ -152,7 +152,8 @@ class _Outline:
                 raise CheckpointError(
                     f"layers {self.sides[side].prefix[:120]}* have no attention and feed-forward network of width "
                     f"{self.d_model} that names and shapes tell: {_listed(self.sides[side].parts)}; write a layout, "
-                    "see docs/layouts.md, or export the model as your own module, see docs/your-own-module.md"
+                    "see docs/reference/layouts.md, or export the model as your own module, see "
+                    "docs/guides/your-own-module.md"
                 )
         return {side: layer for side, layer in read.items() if layer is not None}
 
@@ -317,7 +318,7 @@ def _d_model(rest: Mapping[str, Shape], lists: Sequence[Layers]) -> int:
         listed = ", ".join(key[:80] for key in sorted(rest)[:8])
         raise CheckpointError(
             f"no list of equal layers among {len(rest)} tensors ({listed} …); "
-            "a layer has an index, attention and a feed-forward network; write a layout, see docs/layouts.md"
+            "a layer has an index, attention and a feed-forward network; write a layout, see docs/reference/layouts.md"
         )
     votes: Counter[int] = Counter()
     for part in (part for found in lists for part in found.parts):

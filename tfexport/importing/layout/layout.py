@@ -1,7 +1,7 @@
 """Define layouts: YAML files that map a state dict to the canonical model.
 
-docs/layouts.md documents the format. This module reads and checks the files. `grammar` parses patterns and arithmetic,
-`ops` defines the folds, and `apply` runs a layout.
+docs/reference/layouts.md documents the format. This module reads and checks the files. `grammar` parses patterns and
+arithmetic, `ops` defines the folds, and `apply` runs a layout.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def parse_line(text: str) -> Line:
     steps = tuple(parse_step(step) for step in (sides[4] or "").split("|>")[1:])
     if wrong := sorted(name for name in parsed.targets() if not _CANONICAL.fullmatch(name)):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ConfigError(f"{', '.join(wrong[:3])}{more}: no canonical name; docs/layouts.md lists them")
+        raise ConfigError(f"{', '.join(wrong[:3])}{more}: no canonical name; docs/reference/layouts.md lists them")
     shapes = [OPERATIONS[step.name].shape for step in steps]
     if shapes.count("splits") != parsed.splits:
         raise ConfigError("[…/…] on the right and one fold that splits go together")
