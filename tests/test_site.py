@@ -38,7 +38,7 @@ def test_a_dead_anchor_fails(site: Path, tmp_path: Path) -> None:
     text = readme.read_text(encoding="utf-8")
     readme.unlink()
     readme.write_text(f"{text}\n[dead](docs/guides/serving.md#nowhere)\n", encoding="utf-8")
-    places = {"SITE_PAGES": str(pages), "SITE_HTML": str(tmp_path / "html")}
+    places = {"SITE_ROOT": str(ROOT), "SITE_PAGES": str(pages), "SITE_HTML": str(tmp_path / "html")}
     command = ["mkdocs", "build", "--strict", "--config-file", ROOT / "docs" / "mkdocs.yml"]
     done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, **places}, timeout=300)
     assert done.returncode != 0

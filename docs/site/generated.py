@@ -1,0 +1,79 @@
+"""A hook of MkDocs that fills reference pages from the code.
+
+`<!-- settings: MODULE:CLASS -->` becomes a table of a configuration's fields, `<!-- http -->` the endpoints and the
+schemas of the server, and `<!-- commands -->` the help of every command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from tfexport.cli import main
+from tfexport.config import Ge, Gt, Le, Lt, Setting, settings
+from tfexport.serve.app import build_app
+from tfexport.serve.config import HttpConfig
+
+SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the marks of a page."""
+    markdown = re.sub(r"<!-- settings: (\S+):(\S+) -->", lambda mark: _settings(mark[1], mark[2]), markdown)
+    for mark, lines in (("<!-- commands -->", _commands), ("<!-- http -->", _http)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, "\n".join(lines()))
+    return markdown
+
+
+def _settings(module: str, name: str) -> str:
+    rows = [_row(one) for one in settings(getattr(importlib.import_module(module), name))]
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _row(one: Setting) -> str:
+    kinds = " or ".join(kind.__name__ if isinstance(kind, type) else str(kind) for kind in one.types)
+    kinds = re.sub(r"Annotated\[([^,]+), [^]]*\]", r"\1", kinds.replace("NoneType", "None"))
+    kinds = re.sub(r"\b(?:\w+\.)+(?=\w)", "", kinds)
+    bounds = ", ".join(f"{SIGNS[type(bound)]} {bound.limit:g}" for bound in one.bounds)
+    default = "required" if one.default is dataclasses.MISSING else f"`{one.default!r}`"
+    return f"| `{one.name}` | {kinds}{', ' if bounds else ''}{bounds} | {default} | {one.help} |"
+
+
+def _commands() -> Iterator[str]:
+    for name, command in sorted(main.commands.items()):
+        context = click.Context(command, info_name=f"tfexport {name}", terminal_width=100)
+        yield f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
+
+
+def _http() -> Iterator[str]:
+    api = build_app({}, HttpConfig(completions=True, translate=True)).openapi()
+    yield "| endpoint | body | meaning |\n|---|---|---|"
+    for path, methods in api["paths"].items():
+        for method, about in methods.items():
+            content = about.get("requestBody", {}).get("content", {}).get("application/json", {})
+            meaning = about.get("description", "").replace("\n", " ")
+            yield f"| `{method.upper()} {path}` | {_type(content.get('schema', {}))} | {meaning} |"
+    for name, schema in api["components"]["schemas"].items():
+        yield f"\n### {name}\n\n{schema.get('description', '')}\n\n| key | type | default | meaning |"
+        yield "|---|---|---|---|"
+        for key, value in schema.get("properties", {}).items():
+            default = f"`{value['default']!r}`" if "default" in value else ""
+            required = "required" if key in schema.get("required", ()) else default
+            yield f"| `{key}` | {_type(value)} | {required} | {value.get('description', '')} |"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", ""))
