@@ -1,4 +1,4 @@
-"""Run the tests of this folder part by part, each in a process of its own, within a budget, and write a report.
+"""Run the parts of the acceptance, each in its own process, within a budget, and write a report.
 
 A part that crashes or hangs is a result like any other.
 """
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.gpu.conftest import FOUND, WORK
-from tests.gpu.parts import PARTS, Part, skipped
+from tests.gpu.parts import FOUND, PARTS, WORK, Part, skipped
 from tfexport.doctor import Diagnosis, diagnose
 
 WORKER = (sys.executable, "-m", "pytest", "-q", "-s", "-m", "gpu", "-p", "no:cacheprovider")
@@ -33,16 +32,13 @@ TESTS_FAILED = 1
 
 @dataclass
 class Outcome:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
-        part: its name.
-        what: it shows.
         status: "passed", "failed", "refused" (by the library, which is a finding) or "skipped".
         reason: why it was skipped or failed as a whole; empty otherwise.
-        seconds: that it took.
-        checks: what it found, in order; see `gpu.job.Job`.
-        tail: last lines that it printed, of a part that failed.
+        checks: in order; see `gpu.job.Job`.
+        tail: last lines of the output of a part that failed.
     """
 
     part: str
@@ -76,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_parts(work: Path, deadline: float, only: Sequence[str] | None = None) -> list[Outcome]:
-    """Run every part that this machine has the means for, until the time is over."""
+    """Run every part that can run here, until the time is over."""
     outcomes = []
     for part in PARTS:
         if only and part.name not in only:
@@ -94,14 +90,7 @@ def run_parts(work: Path, deadline: float, only: Sequence[str] | None = None) ->
 
 
 def run_part(part: Part, work: Path, left_s: float, worker: Sequence[str] = WORKER) -> Outcome:
-    """Run one part in a process of its own.
-
-    Args:
-        part: to run.
-        work: folder that parts share.
-        left_s: until the time of all parts is over.
-        worker: the program, which gets the test of the part, and in its environment the folder and the file for checks.
-    """
+    """Run one part in its own process, for at most `left_s` seconds."""
     folder = work / "parts"
     folder.mkdir(parents=True, exist_ok=True)
     found, printed = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
@@ -142,7 +131,7 @@ def read_checks(path: Path) -> list[dict[str, Any]]:
 
 
 def judge(checks: Sequence[dict[str, Any]], death: str) -> str:
-    """Say what checks and the end of a process amount to; running out of time is no failure."""
+    """Return the status of a part; running out of time is no failure."""
     found = {check["status"] for check in checks}
     if "failed" in found or (death and death != OUT_OF_TIME):
         return "failed"
@@ -152,12 +141,10 @@ def judge(checks: Sequence[dict[str, Any]], death: str) -> str:
 
 
 def statuses(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the status of each."""
     return [outcome.status for outcome in outcomes]
 
 
 def write(folder: Path, diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) -> None:
-    """Write report.json and report.md."""
     report = {
         "passed": "failed" not in statuses(outcomes),
         "seconds": round(seconds, 1),
@@ -171,7 +158,6 @@ def write(folder: Path, diagnosis: Diagnosis, outcomes: Sequence[Outcome], secon
 
 
 def markdown(diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) -> list[str]:
-    """Lay the report out for people."""
     gpus = [
         f"{gpu['name']}, compute capability {gpu['compute_capability']}, "
         f"{gpu['memory_bytes'] / 2**30:.0f} GiB, driver for CUDA {gpu['driver_version']}"
@@ -202,7 +188,7 @@ def markdown(diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) 
 
 
 def step_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """Lay out what a step takes in all parts that measured it: one row a backend, one column a setting."""
+    """Return tables of all measured steps: one row per backend, one column per setting."""
     checks = [check for outcome in outcomes for check in outcome.checks]
     bandwidth = max((check["numbers"].get("bandwidth_gb_s", 0) for check in checks), default=0)
     measured = {check["name"]: check["numbers"] for check in checks if "step_ms" in check["numbers"]}
@@ -215,16 +201,12 @@ def step_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def shares_of(numbers: dict[str, Any], bandwidth: float) -> dict[str, float]:
-    """Return what part of the measured bandwidth a backend uses, in percent, by setting.
-
-    That is the least that a step must read (`tests.gpu.decodes.measure`) by the time that it takes.
-    """
+    """Return by setting how many percent of the bandwidth are the bytes that a step must read."""
     read = numbers["step_bytes"]
     return {setting: 100 * read[setting] / (ms * 1e6) / bandwidth for setting, ms in numbers["step_ms"].items()}
 
 
 def grid(title: str, rows: dict[str, dict[str, float]], form: str) -> list[str]:
-    """Lay numbers out under a title; no rows, no lines."""
     if not rows:
         return []
     settings = list(dict.fromkeys(setting for row in rows.values() for setting in row))
@@ -233,17 +215,15 @@ def grid(title: str, rows: dict[str, dict[str, float]], form: str) -> list[str]:
 
 
 def spell(check: dict[str, Any]) -> str:
-    """Write what a check found in one cell; numbers by setting have tables of their own."""
+    """Return the numbers of a check in one cell; numbers by setting have their own tables."""
     numbers = {name: value for name, value in check["numbers"].items() if not isinstance(value, dict)}
     return "; ".join([*([check["detail"]] if check["detail"] else []), *(f"{k} {v}" for k, v in numbers.items())])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Write a table in Markdown."""
     cells = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(" ".join(str(c).replace("|", "\\|").split()) for c in row) + " |" for row in cells]
 
 
 def say(line: str) -> None:
-    """Tell what happens."""
     print(line, flush=True)

@@ -1,4 +1,4 @@
-"""Decodes of random sources, for the parts of the acceptance that compare or time them."""
+"""Compare and time decodes of random sources."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ Numbers = dict[str, float]
 
 def random_sources(spec: ModelSpec, batch: int) -> list[list[int]]:
     """Draw sources of one length, without special tokens."""
-    rng = np.random.default_rng(0)
-    low = max(spec.tokens.pad, spec.tokens.eos, spec.tokens.start) + 1
-    found: list[list[int]] = rng.integers(
-        low, spec.source_vocab, (batch, min(SOURCE_LEN, spec.max_source_length))
-    ).tolist()
+    low, length = max(spec.tokens.pad, spec.tokens.eos, spec.tokens.start) + 1, min(SOURCE_LEN, spec.max_source_length)
+    found: list[list[int]] = np.random.default_rng(0).integers(low, spec.source_vocab, (batch, length)).tolist()
     return found
 
 
@@ -45,16 +42,11 @@ def hypotheses(session: Any, batch: int = 8, beams: int = 4) -> list[tuple[int, 
 
 
 def measure(session: Any, weight_bytes: float, settings: tuple[Setting, ...] = SETTINGS) -> dict[str, Numbers]:
-    """Time whole decodes, which end where they end: to forbid that would ask for more candidates than greedy takes.
-
-    Args:
-        session: to decode with.
-        weight_bytes: that a step of its decoder reads.
-        settings: batch and beams.
+    """Time whole decodes with their own ends; forbidding those would ask for more candidates than greedy takes.
 
     Returns:
-        By setting: `step_ms`, milliseconds of a decode, its encoder included, divided by its steps, the median of at
-        least five after three; `steps` of a decode; `step_bytes`, see `step_bytes`.
+        By setting: `step_ms`, the time of a decode with its encoder divided by its steps, the median of at least five
+        after three; `steps` of a decode; `step_bytes`, the weights and caches that a step must read.
     """
     found: dict[str, Numbers] = {"step_ms": {}, "steps": {}, "step_bytes": {}}
     for batch, beams in settings:
@@ -70,18 +62,16 @@ def measure(session: Any, weight_bytes: float, settings: tuple[Setting, ...] = S
 
 
 def num_steps(session: Any, batch: int, beams: int, new_tokens: int) -> int:
-    """Count the steps of a decode."""
     counted = TimedSession(session)
     _call(counted, batch, beams, new_tokens)()
     return len(counted.step_s)
 
 
 def cache_bytes(spec: ModelSpec, batch: int, beams: int, steps: int) -> float:
-    """Return the least that a step reads of its caches, in bytes, the mean over the steps of a decode.
+    """Return the bytes of caches that a step must read, the mean over the steps of a decode.
 
-    That is the keys and values of the source once for all its beams, and those of the tokens so far, the new one
-    included, of each row. A form that reads its buffers to the end reads more; its share of the bandwidth is that of
-    the bytes that count.
+    These are the keys and values of the source, once for all its beams, and of the tokens so far in each row. A form
+    that reads its buffers to the end reads more.
     """
     token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * ITEM_BYTES[FLOAT[spec.precision]]
     source_len = min(SOURCE_LEN, spec.max_source_length)
@@ -91,16 +81,10 @@ def cache_bytes(spec: ModelSpec, batch: int, beams: int, steps: int) -> float:
 def launches(
     session: Any, count: Callable[[Callable[[], object]], int], settings: tuple[Setting, ...] = LAUNCHES
 ) -> Numbers:
-    """Count what the GPU is given in a step: kernels, copies and fills.
+    """Count kernels, copies and fills of a step, by setting; `session` has decoded these settings before.
 
-    Args:
-        session: that has decoded these settings before.
-        count: runs a call and counts.
-        settings: batch and beams.
-
-    Returns:
-        By setting, from a long and a short decode, so that the encoder is not in it; empty where nothing was seen, or
-        both have as many steps.
+    The number comes from a long and a short decode, so that it excludes the encoder. A setting is left out if nothing
+    was counted or both decodes have equal numbers of steps.
     """
     found = {}
     for batch, beams in settings:
@@ -117,7 +101,7 @@ def launches(
 
 
 def given_to_gpu(call: Callable[[], object]) -> int:
-    """Run a call and count kernels, copies and fills on the GPU, of whatever library: the profiler sees them all."""
+    """Run a call and count kernels, copies and fills on the GPU, of all libraries."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -129,7 +113,6 @@ def given_to_gpu(call: Callable[[], object]) -> int:
 
 
 def spell(batch: int, beams: int) -> str:
-    """Write a setting in words."""
     return f"batch {batch}, {'greedy' if beams == 1 else f'beam {beams}'}"
 
 
@@ -139,5 +122,4 @@ def _call(session: Any, batch: int, beams: int, new_tokens: int) -> Callable[[],
 
 
 def open_engine(bundle: Path, name: str) -> Any:
-    """Open a session on an engine of a bundle."""
     return open_session(open_bundle(bundle), LoadOptions(backend="trt", engine=name))

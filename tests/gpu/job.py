@@ -1,4 +1,4 @@
-"""What the parts of the acceptance share: checks that are written down at once, bundles and engines made once."""
+"""Write the checks of the acceptance, and make bundles and engines once for all parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,7 @@ DATES = Path(__file__).resolve().parents[2] / "models" / "dates"
 
 
 class Job:
-    """Writes down checks as they are done, so that none is lost when the process dies.
-
-    Attributes:
-        work: folder that parts share.
-        failed: what failed, in words.
-    """
+    """Writes each check when it ends, so that none is lost if the process dies; parts share the folder `work`."""
 
     def __init__(self, work: Path, found: Path) -> None:
         """Write checks to the file `found`, one JSON object a line: name, status, detail, seconds, numbers."""
@@ -36,10 +31,9 @@ class Job:
 
     @contextlib.contextmanager
     def check(self, name: str, refusal: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[dict[str, Any]]:
-        """Do a check; it fails when the block raises, and is refused when it raises `refusal`.
+        """Run a check, which fails if the block raises; yields a dictionary for measured numbers.
 
-        Yields:
-            What was measured, to be filled.
+        If the block raises `refusal`, the check is "refused" instead.
         """
         began, status, detail = time.perf_counter(), "passed", ""
         numbers: dict[str, Any] = {}
@@ -60,7 +54,7 @@ class Job:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def bundle(self, source: str, precision: Precision = "fp32") -> Path:
-        """Return a bundle of a preset or of models/dates; the first part that asks for it exports it."""
+        """Return a bundle of a preset or of models/dates; export it if no part has done so."""
         from tfexport.export import export_bundle
 
         path = self.work / "bundles" / f"{source}-{precision}"
@@ -71,14 +65,15 @@ class Job:
         return path
 
     def engine(self, bundle: Path, target: Target, form: Form | None, precision: Precision, **more: Any) -> str | None:
-        """Return the name of an engine in a bundle, None when it cannot be built, which is a failed check.
+        """Return the name of an engine in a bundle; build it if no part has done so.
 
-        The first part that asks for it builds it. `more` are further fields of its configuration.
+        If it cannot be built, the check fails and the result is None. `more` are fields of `EngineConfig`.
         """
         from tfexport.tensorrt.config import engine_key
         from tfexport.tensorrt.pipeline import build_engines, resolve_build
 
-        what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, spell(more)) if part)
+        settings = ", ".join(f"{name} {value}" for name, value in more.items())
+        what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, settings) if part)
         if target == "tensorrt":
             timings = self.work / "timings"
             timings.mkdir(exist_ok=True)
@@ -94,13 +89,8 @@ class Job:
         return found[0] if found else None
 
     def copy(self, name: str, source: Path, *, engines: bool) -> Path:
-        """Return a fresh copy of a bundle, to be changed."""
+        """Return a new copy of a bundle."""
         path = self.work / "bundles" / name
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(source, path, ignore=None if engines else shutil.ignore_patterns(ENGINES))
         return path
-
-
-def spell(settings: Mapping[str, Any]) -> str:
-    """Write fields of a configuration in words."""
-    return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -1,18 +1,22 @@
-"""The parts of the acceptance, the most telling first: the test that each is, and what it needs."""
+"""List the parts of the GPU acceptance, the most telling first, and what each needs."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from tfexport._io.extras import install_command, replacing_command
 from tfexport.runtime.probes import find_gpus, run_probe
 from tfexport.runtime.registry import backends
+from tfexport.tensorrt.config import Target
 
-# "rtx-library" is the library alone, "tensorrt-rtx" one that takes the GPU.
+# Environment variables of a part's process: the folder that parts share, and the file for checks.
+WORK, FOUND = "GPU_WORK", "GPU_FOUND"
+# "rtx-library" is the library by itself, "tensorrt-rtx" one that supports the GPU.
 Need = Literal[
     "gpu", "tensorrt", "rtx-library", "tensorrt-rtx", "ort", "ort-cuda", "torch-cuda", "export", "polygraphy"
 ]
@@ -20,113 +24,94 @@ Need = Literal[
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the acceptance, a test of this folder that `scripts/gpu-acceptance` runs in a process of its own.
+    """One part of the acceptance; `scripts/gpu-acceptance` runs it in its own process.
 
     Attributes:
-        name: of the part.
-        test: its file and name.
-        what: it shows, in words.
-        needs: that it is skipped without.
-        limit_s: after which it is given up.
+        where: module and function in this folder, such as "parity.dates".
+        what: the part shows.
+        limit_s: seconds after which it is stopped.
+        needs: the part is skipped without them.
+        target: library that the function takes after the job; None if it takes none.
     """
 
     name: str
-    test: str
+    where: str
     what: str
-    needs: tuple[Need, ...]
     limit_s: int
+    needs: tuple[Need, ...]
+    target: Target | None = None
+
+    @property
+    def test(self) -> str:
+        """The test that runs this part."""
+        return f"test_parts.py::test_part[{self.name}]"
+
+    def run(self, job: Any) -> None:
+        """Run the part, which imports heavy libraries."""
+        module, _, function = self.where.partition(".")
+        arguments = (self.target,) if self.target else ()
+        getattr(importlib.import_module(f"tests.gpu.{module}"), function)(job, *arguments)
 
 
-def _part(name: str, test: str, what: str, limit_s: int, *needs: Need) -> Part:
-    return Part(name, f"test_{test}", what, ("export", *needs), limit_s)
-
-
-def _on_both(name: str, file: str, what: str, limit_s: int, *more: Need) -> tuple[Part, Part]:
-    test = f"{file}.py::test_{name}"
-    return (
-        _part(f"tensorrt-{name}", f"{test}[tensorrt]", f"TensorRT: {what}", limit_s, "gpu", "tensorrt", *more),
-        _part(
-            f"tensorrt-rtx-{name}",
-            f"{test}[tensorrt-rtx]",
-            f"TensorRT-RTX: {what}",
-            limit_s,
-            "gpu",
-            "tensorrt-rtx",
-            *more,
-        ),
-    )
+def _on_both(where: str, what: str, limit_s: int, *more: Need) -> list[Part]:
+    name = where.partition(".")[2]
+    titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+    return [
+        Part(f"{target}-{name}", where, f"{titles[target]}: {what}", limit_s, ("gpu", target, *more), target)
+        for target in get_args(Target)
+    ]
 
 
 PARTS: tuple[Part, ...] = (
-    # With PyTorch alone: whether captures, overlapped steps and threads are right on a real GPU.
-    _part(
+    # With PyTorch only: whether captures, overlapped steps and threads are right on a real GPU.
+    Part(
         "engine-double",
-        "engine_double.py::test_engine_double",
+        "test_engine_double.engine_double",
         "the session for TensorRT on engines of PyTorch: captures, overlapped steps, threads, memory",
         180,
-        "torch-cuda",
-        "ort",
+        ("torch-cuda", "ort"),
     ),
-    _part("eager-latency", "latency.py::test_eager_latency", "PyTorch eager: milliseconds a step", 90, "torch-cuda"),
-    _part(
-        "compile-latency",
-        "latency.py::test_compile_latency",
-        "PyTorch torch.compile: milliseconds a step",
-        180,
-        "torch-cuda",
-    ),
-    _part(
+    Part("eager-latency", "latency.eager", "PyTorch eager: milliseconds a step", 90, ("torch-cuda",)),
+    Part("compile-latency", "latency.compiled", "PyTorch torch.compile: milliseconds a step", 180, ("torch-cuda",)),
+    Part(
         "primitives",
-        "primitives.py::test_primitives",
+        "primitives.primitives",
         "the bandwidth, replays of a graph, top-k, small copies",
         60,
-        "torch-cuda",
+        ("torch-cuda",),
     ),
-    _part(
-        "rtx-accepts",
-        "parity.py::test_rtx_accepts",
-        "TensorRT-RTX: whether it takes this GPU",
-        90,
-        "gpu",
-        "rtx-library",
-    ),
-    *_on_both("dates", "parity", "models/dates against PyTorch, both forms, fp32, fp16 and bf16", 200),
-    _part("ort-cuda", "parity.py::test_ort_cuda", "ONNX Runtime CUDA: models/dates against PyTorch", 120, "ort-cuda"),
-    *_on_both("latency", "latency", "milliseconds a step, with CUDA graphs and without", 180),
-    _part("ort-latency", "latency.py::test_ort_latency", "ONNX Runtime CUDA: milliseconds a step", 180, "ort-cuda"),
-    _part(
+    Part("rtx-accepts", "parity.rtx_accepts", "TensorRT-RTX: GPU support", 90, ("gpu", "rtx-library")),
+    *_on_both("parity.dates", "models/dates against PyTorch, both forms, fp32, fp16 and bf16", 200),
+    Part("ort-cuda", "parity.ort_cuda", "ONNX Runtime CUDA: models/dates against PyTorch", 120, ("ort-cuda",)),
+    *_on_both("latency.latency", "milliseconds a step, with CUDA graphs and without", 180),
+    Part("ort-latency", "latency.ort_latency", "ONNX Runtime CUDA: milliseconds a step", 180, ("ort-cuda",)),
+    Part(
         "double-latency",
-        "latency.py::test_double_latency",
+        "latency.double_latency",
         "the session for TensorRT on engines of PyTorch: milliseconds a step",
         150,
-        "torch-cuda",
-        "ort",
+        ("torch-cuda", "ort"),
     ),
-    *_on_both("sessions", "sessions", "several sessions and threads over one engine", 60),
-    *_on_both("refusals", "refusals", "stale, damaged and foreign engines, requests beyond a profile", 60),
-    *_on_both("weights", "parity", "models/dates with int8 and int4 weights", 120),
-    *_on_both("comparator", "parity", "the encoder beside ONNX Runtime, by Polygraphy", 60, "polygraphy"),
-    _part(
-        "ort-presets",
-        "parity.py::test_ort_presets",
-        "ONNX Runtime CUDA: random presets against PyTorch",
-        120,
-        "ort-cuda",
-    ),
-    _part("ort-ties", "ties.py::test_ties", "ONNX Runtime CUDA: equal logits in order of id", 60, "ort-cuda"),
+    *_on_both("behavior.sessions", "several sessions and threads over one engine", 60),
+    *_on_both("behavior.refusals", "stale, damaged and foreign engines, requests beyond a profile", 60),
+    *_on_both("parity.weights", "models/dates with int8 and int4 weights", 120),
+    *_on_both("parity.comparator", "the encoder compared with ONNX Runtime, by Polygraphy", 60, "polygraphy"),
+    Part("ort-presets", "parity.ort_presets", "ONNX Runtime CUDA: random presets against PyTorch", 120, ("ort-cuda",)),
+    Part("ort-ties", "behavior.ties", "ONNX Runtime CUDA: equal logits in order of id", 60, ("ort-cuda",)),
     # Some forty builds, as many as the time allows: to run out of it is no failure, so they come last.
-    *_on_both("presets", "parity", "random presets against PyTorch, both forms, fp32, fp16 and bf16", 3600),
+    *_on_both("parity.presets", "random presets against PyTorch, both forms, fp32, fp16 and bf16", 3600),
 )
 
 
 def skipped(part: Part) -> str:
-    """Say why a part cannot run here, or nothing when it can."""
-    return next((reason for need in part.needs if (reason := missing(need))), "")
+    """Return why a part cannot run here; empty if it can."""
+    needs: tuple[Need, ...] = ("export", *part.needs)
+    return next((reason for need in needs if (reason := missing(need))), "")
 
 
 @functools.cache
 def missing(need: Need) -> str:
-    """Say why something is not there, or nothing where it is."""
+    """Return why something is not usable here; empty if it is."""
     look: dict[Need, Callable[[], str]] = {
         "gpu": lambda: find_gpus()[1],
         "export": lambda: next(filter(None, map(_absent, ("torch", "onnx", "onnxscript", "safetensors"))), ""),
@@ -142,7 +127,7 @@ def missing(need: Need) -> str:
 
 
 def _problem(library: str, device: str) -> str:
-    """Try a library on a device as the doctor does, and say what is wrong."""
+    # As the doctor does.
     backend, required = next((b, r) for b in backends() for r in b.requirements if r.name == library)
     without = f"{library} has no {device}; {replacing_command('gpu')}"
     return _absent(required.module) or run_probe(backend, required).get(device, without)
@@ -151,13 +136,12 @@ def _problem(library: str, device: str) -> str:
 def _torch_without_cuda() -> str:
     import torch
 
+    if torch.cuda.is_available():
+        return ""
     reason = "has no CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda} finds no GPU that it runs"
-    return (
-        "" if torch.cuda.is_available() else f"torch {torch.__version__} {reason}; see https://pytorch.org/get-started"
-    )
+    return f"torch {torch.__version__} {reason}; see https://pytorch.org/get-started"
 
 
 def _absent(module: str) -> str:
-    """Say that a module is not installed, or nothing where it is."""
     remedy = f"; {install_command(module)}" if install_command(module) else ""
     return "" if importlib.util.find_spec(module) else f"{module} is not installed{remedy}"

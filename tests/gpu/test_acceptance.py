@@ -1,7 +1,8 @@
-"""The acceptance on a GPU, where there is none: it skips, reports and survives crashes; its parts do what they can."""
+"""The GPU acceptance without a GPU: it skips, reports and survives crashes; its parts run as far as they can."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -15,11 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.gpu import acceptance, decodes
-from tests.gpu import test_latency as latency
-from tests.gpu import test_parity as parity
-from tests.gpu import test_refusals as refusals
-from tests.gpu import test_sessions as sessions
+from tests.gpu import acceptance, behavior, decodes, latency, parity
 from tests.gpu.job import Job
 from tests.gpu.parts import PARTS, Part
 from tests.gpu.torch_engine import TorchEngine
@@ -67,22 +64,11 @@ def test_without_a_gpu_everything_is_skipped_with_a_reason_and_reported(tmp_path
     assert all(f"| {part.name} | " in text for part in PARTS)
 
 
-def test_every_part_is_a_test_and_every_test_a_part() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--collect-only",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "tests/gpu",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    collected = [line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line]
-    assert sorted(collected) == sorted(part.test for part in PARTS), done.stdout
+def test_every_part_has_a_function_and_its_own_name() -> None:
+    for part in PARTS:
+        module, _, function = part.where.partition(".")
+        assert callable(getattr(importlib.import_module(f"tests.gpu.{module}"), function)), part.name
+    assert len({part.name for part in PARTS}) == len(PARTS)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +95,7 @@ def test_a_part_that_fails_crashes_or_hangs_is_a_result(
         "    open(found, 'a').write(json.dumps(check) + '\\n')\n"
         f"{program}\n"
     )
-    part = Part("part", "test", "what", (), 1 if "sleep" in program else 60)
+    part = Part("part", "where", "what", 1 if "sleep" in program else 60, ())
     outcome = acceptance.run_part(part, tmp_path, 100, (sys.executable, str(worker)))
     assert (outcome.status, outcome.reason, len(outcome.checks)) == (status, reason, found)
     assert outcome.tail == ("the end" if "the end" in program else "")
@@ -132,19 +118,13 @@ def test_the_report_holds_words_and_numbers(tmp_path: Path) -> None:
     ms, both = {"batch 1, greedy": 0.125, "batch 8, beam 4": 3.5}, {"batch 1, greedy": 1.0, "batch 8, beam 4": 2.0}
     read = {"batch 1, greedy": 100_000_000, "batch 8, beam 4": 700_000_000}
     refused = check("default", "refused", "UNSUPPORTED_CC | no")
+    eager = check("eager", step_ms=both, step_bytes=read, launches={})
+    ort = check("ort", step_ms=ms, step_bytes=read, launches={"batch 1, greedy": 223.0})
     outcomes = [
         acceptance.Outcome("rtx-accepts", "takes", "refused", checks=[refused]),
         acceptance.Outcome("primitives", "all", "passed", checks=[check("bandwidth", bandwidth_gb_s=4000)]),
-        acceptance.Outcome(
-            "eager-latency", "ms", "passed", checks=[check("eager", step_ms=both, step_bytes=read, launches={})]
-        ),
-        acceptance.Outcome(
-            "ort-latency",
-            "ms",
-            "failed",
-            tail="Traceback",
-            checks=[check("ort", step_ms=ms, step_bytes=read, launches={"batch 1, greedy": 223.0})],
-        ),
+        acceptance.Outcome("eager-latency", "ms", "passed", checks=[eager]),
+        acceptance.Outcome("ort-latency", "ms", "failed", checks=[ort], tail="Traceback"),
     ]
     acceptance.write(tmp_path, machine(), outcomes, 3.0)
     text = (tmp_path / "report.md").read_text()
@@ -169,25 +149,13 @@ def test_engines_are_built_and_what_needs_a_gpu_is_told(job: Job) -> None:
     pytest.importorskip("tensorrt_rtx")
     parity.parity(job, "tensorrt-rtx", "dates", "static", "fp32", 4)
     parity.comparator(job, "tensorrt-rtx")
-    sessions.sessions(job, "tensorrt-rtx")
+    behavior.sessions(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
     assert found["build dates-fp32 static fp32"]["status"] == "passed"
     assert found["build dates-fp32 static fp32"]["numbers"]["MiB"] > 1
     for name in ("dates static fp32", "two sessions, eight threads"):
         assert found[name]["status"] == "failed"
         assert "here is none that can be used" in found[name]["detail"]
-
-
-@pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
-@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
-def test_narrow_weights_are_built(job: Job, monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
-    pytest.importorskip("tensorrt_rtx")
-    (asked,) = [(precision, more) for precision, more in parity.WEIGHTS if more == {"weights": weights}]
-    monkeypatch.setattr(parity, "WEIGHTS", (asked,))
-    parity.weights(job, "tensorrt-rtx")
-    found = checks(job.work / "found.jsonl")
-    assert found[f"build weights static fp16 weights {weights}"]["status"] == "passed"
-    assert "here is none that can be used" in found[f"dates in words, fp16, weights {weights}"]["detail"]
 
 
 @pytest.fixture
@@ -232,17 +200,15 @@ def test_latency_is_measured_with_graphs_and_without(
     assert "fp32: equal tokens with and without CUDA graphs" in found
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    # The compiler itself takes minutes on a CPU; what it is given and how it is called is what counts here.
+def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The compiler itself takes minutes on a CPU.
     monkeypatch.setattr(torch, "compile", lambda step, dynamic: step)
     monkeypatch.setattr(latency, "MEASURED", "tiny")
     monkeypatch.setattr(latency, "given_to_gpu", lambda call: (call(), 7)[1])
     monkeypatch.setattr(latency, "PRECISIONS", ("fp16", "fp32"))
-    latency.torch_latency(job, compiled=compiled, device="cpu")
+    latency.torch_latency(job, compiled=True, device="cpu")
     found = checks(job.work / "found.jsonl")
-    name = "torch.compile" if compiled else "eager"
-    half, full = found[f"{name} fp16"], found[f"{name} fp32"]
+    half, full = found["torch.compile fp16"], found["torch.compile fp32"]
     for check in (half, full):
         assert check["status"] == "passed", check
         assert check["numbers"]["launches"] == {"batch 1, greedy": 0.0, "batch 3, beam 2": 0.0}, "no more when longer"
@@ -255,7 +221,7 @@ def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pyt
     monkeypatch.setattr(decodes, "NEW_TOKENS", 6)
     bundle = open_bundle(dates_bundle)
     opened = [open_session(bundle, LoadOptions(backend="ort", form=form, threads=1)) for form in ("static", "concat")]
-    sessions.together(opened)
+    behavior.together(opened)
 
     class Wrong:
         """A session that reads other tokens once it was asked for each task alone."""
@@ -274,7 +240,7 @@ def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pyt
             return getattr(self.inner, name)
 
     with pytest.raises(AssertionError, match="threads get other tokens"):
-        sessions.together([Wrong()])
+        behavior.together([Wrong()])
     for session in opened:
         session.close()
 
@@ -282,7 +248,7 @@ def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pyt
 def test_damaged_engines_are_refused(job: Job, doubles: None, variant: Callable[[str], Path]) -> None:
     pytest.importorskip("tensorrt_rtx")
     job.copy("tiny-fp32", variant("post"), engines=False)
-    refusals.refusals(job, "tensorrt-rtx")
+    behavior.refusals(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
     assert {check["status"] for check in found.values()} == {"passed"}, found
     assert "requests that are too large" in found

@@ -1,8 +1,7 @@
-"""The session that drives TensorRT, on engines of PyTorch: on the GPU with its streams, graphs and events, or on none.
+"""Run the session for TensorRT on engines of PyTorch.
 
-What can be settled without TensorRT is settled here wherever there is PyTorch and a GPU: captures and replays, steps
-that overlap, buffers that are read too early or written too soon. Without a GPU the same checks run on the host, where
-they show that the engines compute what they should.
+On a GPU, this checks captures, replays, overlapped steps and buffers without TensorRT. Without a GPU, the same checks
+run on the host and show that the engines compute the right values.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.gpu import test_sessions
+from tests.gpu.behavior import together
 from tests.gpu.job import Job
 from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
 from tests.runtime import test_contract as contract
@@ -58,25 +57,17 @@ class WaitingEngine(GpuEngine):
 
 @dataclass(frozen=True)
 class Place:
-    """Where engines run.
-
-    Attributes:
-        cuda: makes the device.
-        engine: class of the engines.
-        uncapturable: class of engines whose capture fails.
-        synchronize: waits for everything.
-        free_bytes: says how much memory the device has left.
-    """
+    """Where engines run."""
 
     cuda: Callable[[], Any]
     engine: type[TorchEngine]
-    uncapturable: type[TorchEngine]
+    uncapturable: type[TorchEngine]  # its capture fails
     synchronize: Callable[[], None]
     free_bytes: Callable[[], int]
 
 
 def free_gpu_bytes() -> int:
-    """Return the memory of the GPU that nobody has, when PyTorch has given back what it has left over."""
+    """Return the free memory of the GPU after PyTorch has freed its caches."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
@@ -189,7 +180,7 @@ def threads(dates: PlacedModel) -> None:
     cuda, config = dates.place.cuda(), EngineConfig(max_batch=32)
     engines, limits = make_engines(dates.graphs, dates.spec, "static", config, cuda, [], dates.place.engine)
     opened = [TrtSession(engines, dates.spec, "static", limits, LIBRARY, cuda) for _ in range(2)]
-    test_sessions.together(opened)
+    together(opened)
     for session in opened:
         session.close()
     assert cuda.is_empty
@@ -281,7 +272,13 @@ def contract_session(place: Place, form: Form, once: Once) -> tuple[Any, Any]:
     return trt_session(graphs, spec, form, cuda=place.cuda(), kind=place.engine), model
 
 
-@pytest.mark.parametrize("name", CHECKS)
+# The others are proved on ONNX Runtime by the tests of the session.
+ON_HOST = ("decodes, static", "decodes, concat", "replays", "a capture that fails", "memory", "former batches")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ON_HOST else pytest.param(name, marks=pytest.mark.slow) for name in CHECKS]
+)
 def test_on_the_host(name: str, dates_bundle: Path) -> None:
     CHECKS[name](PlacedModel(dates_bundle, HOST))
 
@@ -307,9 +304,3 @@ def engine_double(job: Job) -> None:
     for form in FORMS:
         with job.check(f"contract, {form}"):
             check_contract(*contract_session(GPU, form, once))
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
-def test_engine_double(gpu_job: Job) -> None:
-    engine_double(gpu_job)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -15,8 +14,7 @@ from tests import tiny
 from tests.gpu.torch_graph import TorchGraph
 from tests.runtime.exported import Once, exported
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import DECODER, ENCODER, Form, GraphSpec, ModelSpec, decoder_graph, encoder_graph, reorder_spec
-from tfexport.export.reorder import reorder_graph
+from tfexport.contract import DECODER, ENCODER, Form, GraphSpec, ModelSpec, decoder_graph, encoder_graph
 
 Arrays = dict[str, np.ndarray]
 Graphs = tuple[dict[str, Path], ModelSpec]
@@ -27,10 +25,9 @@ ATOL = {"fp32": 5e-5, "fp16": 2e-2}
 RTOL = 1e-6  # eight steps of float32: some keys and values are about 100
 
 
-def compare(graph: Path | bytes, contract: GraphSpec, feed: Arrays, atol: float) -> Arrays:
+def compare(graph: Path, contract: GraphSpec, feed: Arrays, atol: float) -> Arrays:
     """Run a graph in ONNX Runtime and here, compare all outputs but ids, and return what was found."""
-    source = graph if isinstance(graph, bytes) else str(graph)
-    session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
     names = [tensor.name for tensor in contract.outputs]
     expected = dict(zip(names, session.run(names, feed), strict=True))
     given = {name: torch.from_numpy(array.copy()) for name, array in feed.items()}
@@ -81,8 +78,8 @@ def check_model(graphs: dict[str, Path], spec: ModelSpec, form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("variant", tiny.VARIANT_NAMES)
-def test_graphs_of_every_variant(variant: str, form: Form, once: Once) -> None:
+@pytest.mark.parametrize("variant", ["mixed", "t5"])  # "mixed" is the one that runs on a GPU
+def test_graphs_of_random_models(variant: str, form: Form, once: Once) -> None:
     graphs, spec = exported(tiny.model(tiny.VARIANTS[variant], dtype=torch.float32), once)
     check_model(graphs, spec, form)
 
@@ -93,33 +90,6 @@ def test_graphs_of_the_trained_model(request: pytest.FixtureRequest, fixture: st
     bundle = open_bundle(request.getfixturevalue(fixture))
     graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
     check_model(graphs, bundle.manifest.spec, form)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_graph_that_reorders(precision: Any) -> None:
-    cache = np.random.default_rng(0).normal(size=(4, 6)).astype(reorder_spec(precision).inputs[0].dtype)
-    found = compare(
-        reorder_graph(precision), reorder_spec(precision), {"cache": cache, "order": np.array([3, 3, 0])}, 0
-    )
-    np.testing.assert_array_equal(found["reordered"], cache[[3, 3, 0]])
-
-
-def test_a_cache_is_written_in_place_and_nothing_else_is(dates_bundle: Path) -> None:
-    bundle = open_bundle(dates_bundle)
-    spec, rng = bundle.manifest.spec, np.random.default_rng(0)
-    source = random_source(spec, 3, rng)
-    encoder = TorchGraph(bundle.file(bundle.manifest.graphs[ENCODER].file), "cpu")
-    cross = {name: t.numpy() for name, t in encoder.run({n: torch.from_numpy(a) for n, a in source.items()}).items()}
-    feed = random_step(spec, "static", cross, source["source_mask"], STEP, rng)
-    given = {name: torch.from_numpy(array.copy()) for name, array in feed.items()}
-    found = TorchGraph(bundle.file(bundle.manifest.graphs[DECODER["static"]].file), "cpu").run(given)
-    for name, array in feed.items():
-        if name.startswith("past"):
-            assert found[name.replace("past", "present")].data_ptr() == given[name].data_ptr()
-            changed = (given[name].numpy() != array).any((1, 3))
-            assert [row.nonzero()[0].tolist() for row in changed] == [[0], [1], [2]], name
-        else:
-            np.testing.assert_array_equal(given[name].numpy(), array, err_msg=name)
 
 
 def test_shapes_stay_on_the_host(once: Callable[[str, Callable[[Path], object]], Path]) -> None:

@@ -1,8 +1,7 @@
-"""TensorRT engines without TensorRT, on the real CUDA: PyTorch runs the graph, all else is that of the doubles.
+"""Replace TensorRT's engines by PyTorch's graphs on the real CUDA.
 
-Streams, graphs, pinned memory and events are those of `tfexport.tensorrt.cuda.Cuda`. What PyTorch needs in addition
-behaves as a library does: each context has its own memory, which its first run fills, so that a captured run allocates
-nothing and its graph shares memory with nobody.
+Each context has its own memory, which its first run fills, so that a captured run allocates nothing and its graph
+shares memory with nobody.
 """
 
 from __future__ import annotations
@@ -96,11 +95,7 @@ class GpuEngine(TorchEngine):
 
 
 class WatchedCuda(Cuda):
-    """The real CUDA, as strict about addresses as its double, and with the same counts.
-
-    Attributes:
-        counts: calls by name.
-    """
+    """The real CUDA, as strict about addresses as its double, and with the same counts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""ONNX graphs on PyTorch: the operators of tfexport's encoder, decoders and reorder, on tensors wherever they lie.
+"""Run the ONNX graphs of the encoder, the decoders and the reorder on PyTorch.
 
-Shapes are computed on the host, so that nothing here waits for a GPU or copies to it: a run can be captured in a CUDA
-graph. Which values those are is known when a graph is loaded: what an operator takes as a shape, axes or a number of
-elements, and what that is computed from.
+Shapes, axes and numbers of elements are computed on the host, so that a run neither waits for a GPU nor copies to it
+and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class _Call:
-    """One node: arguments are names of values, constants, or None where one is left out."""
+    """One node; arguments are names of values, constants, or None if one is left out."""
 
     operator: Callable[..., Any]
     attributes: Attributes
@@ -159,15 +158,7 @@ class TorchGraph:
     """An ONNX graph with its weights on a device, loaded once and run by any number of threads."""
 
     def __init__(self, graph: Path | bytes, device: str) -> None:
-        """Load a graph.
-
-        Args:
-            graph: file of the graph, with its weights beside it, or a graph without weights.
-            device: "cpu" or "cuda".
-
-        Raises:
-            GraphError: it has operators that are not known here.
-        """
+        """Load a graph; raise `GraphError` if it has an unknown operator."""
         model = onnx.load_model_from_string(graph) if isinstance(graph, bytes) else onnx.load(str(graph))
         unknown = sorted({node.op_type for node in model.graph.node} - OPERATORS.keys())
         if unknown:
@@ -179,14 +170,9 @@ class TorchGraph:
         self._calls = [_call(node, host, constants, moved, device) for node in model.graph.node]
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the graph.
+        """Run the graph on inputs on the device, except `num_candidates`, which is on the host.
 
-        Args:
-            inputs: by name, on the device, `num_candidates` alone on the host. Caches that TensorScatter writes are
-                changed, and are the outputs.
-
-        Returns:
-            The outputs by name.
+        Caches that TensorScatter writes are changed in place and are the outputs.
         """
         values: dict[str, Tensor] = dict(inputs)
         for call in self._calls:
@@ -209,7 +195,6 @@ def _host_values(nodes: Sequence[NodeProto]) -> set[str]:
 def _call(
     node: NodeProto, host: set[str], constants: Mapping[str, Tensor], moved: Mapping[str, Tensor], device: str
 ) -> _Call:
-    """Bind a node to its operator and its constants, each on the side where the operator reads it."""
     is_host = not host.isdisjoint(node.output)
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     attributes["device"] = "cpu" if is_host else device

@@ -6,12 +6,9 @@ import functools
 import statistics
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from tests.gpu.job import Job
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 # Kernels of a static step of paper-base in ONNX Runtime CUDA, give or take.
 NUM_KERNELS = 134
@@ -78,7 +75,3 @@ def median_us(queue: Call) -> float:
         if run >= WARM_UP:
             found.append(1000 * began.elapsed_time(ended))
     return round(statistics.median(found), 2)
-
-
-def test_primitives(gpu_job: Job) -> None:
-    primitives(gpu_job)

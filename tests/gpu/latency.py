@@ -1,4 +1,4 @@
-"""What a step takes, reported and not judged: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
+"""Measure a step: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import pytest
 
 from tests.gpu import decodes
 from tests.gpu.decodes import given_to_gpu, hypotheses, launches, measure
@@ -21,9 +19,6 @@ from tfexport.precision import FLOAT, Precision
 from tfexport.runtime.registry import Graphs, LoadOptions, open_session
 from tfexport.tensorrt.config import Target
 from tfexport.tensorrt.session._resources import ITEM_BYTES
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 # Random weights of the paper's base model: its decodes seldom end by themselves.
 MEASURED = "paper-base"
@@ -84,7 +79,7 @@ def parameter_bytes(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in read.values())
 
 
-def double_latency(job: Job, cuda: Callable[[], Any], engine: type[TorchEngine]) -> None:
+def double_latency(job: Job, cuda: Callable[[], Any] = WatchedCuda, engine: type[TorchEngine] = GpuEngine) -> None:
     """The session for TensorRT on engines of PyTorch: what replayed graphs and overlapped steps make of its kernels."""
     for precision in PRECISIONS:
         with job.check(f"engine double {precision}") as numbers:
@@ -115,6 +110,16 @@ def torch_latency(job: Job, *, compiled: bool, device: str = "cuda") -> None:
             report(session, parameter_bytes(session.open_model()), numbers)
 
 
+def eager(job: Job) -> None:
+    """PyTorch as it is."""
+    torch_latency(job, compiled=False)
+
+
+def compiled(job: Job) -> None:
+    """PyTorch with the decoder's step compiled."""
+    torch_latency(job, compiled=True)
+
+
 def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
     """Open the eager model on a device, in a precision, its step compiled or not."""
     import torch
@@ -130,24 +135,3 @@ def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
         torch._dynamo.config.specialize_float = True
         model.decode_step = torch.compile(model.decode_step, dynamic=True)  # type: ignore[method-assign]
     return EagerSession(model, model_spec(model.config, precision))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_latency(gpu_job: Job, target: Target) -> None:
-    latency(gpu_job, target)
-
-
-def test_double_latency(gpu_job: Job) -> None:
-    double_latency(gpu_job, WatchedCuda, GpuEngine)
-
-
-def test_ort_latency(gpu_job: Job) -> None:
-    ort_latency(gpu_job)
-
-
-def test_eager_latency(gpu_job: Job) -> None:
-    torch_latency(gpu_job, compiled=False)
-
-
-def test_compile_latency(gpu_job: Job) -> None:
-    torch_latency(gpu_job, compiled=True)

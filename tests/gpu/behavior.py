@@ -1,0 +1,145 @@
+"""Threads, refusals and equal logits on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests import tiny
+from tests.gpu import decodes
+from tests.gpu.decodes import hypotheses
+from tests.gpu.job import Job
+from tests.runtime.exported import sources
+from tests.runtime.planted import planted, ranked
+from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.manifest import ENGINES
+from tfexport.errors import EngineError, InputError
+from tfexport.tensorrt.config import Target
+
+# Below and above the sizes that ONNX Runtime's radix selection is taken for.
+VOCABULARIES = (100, 600, 8_000, 32_000)
+COUNTS = (1, 8, 64, 100)
+
+
+def sessions(job: Job, target: Target) -> None:
+    """Compare two sessions over one loaded engine, in eight threads, with each by itself."""
+    from tfexport.tensorrt.cuda import Cuda
+    from tfexport.tensorrt.session.session import TrtSession
+    from tfexport.tensorrt.store import load_engine
+
+    bundle = open_bundle(job.bundle("dates"))
+    name = job.engine(bundle.path, target, "static", "fp32")
+    if name is None:
+        return
+    with job.check("two sessions, eight threads") as numbers:
+        engine, cuda = load_engine(bundle, name), Cuda()
+        limits = engine.manifest.limits
+        opened = [
+            TrtSession(engine.plans, bundle.manifest.spec, "static", limits, engine.library, cuda) for _ in range(2)
+        ]
+        together(opened)
+        numbers["device MiB"] = ", ".join(str(session.memory_bytes() // 2**20) for session in opened)
+        for session in opened:
+            session.close()
+
+
+def together(opened: Sequence[Any]) -> None:
+    """Decode with each session by itself and in eight threads; fail unless the tokens are equal."""
+    tasks = [(session, batch, beams) for session in opened for batch in (1, 3, 8) for beams in (1, 4)]
+    alone = [hypotheses(*task) for task in tasks]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda task: hypotheses(*task), tasks * 3))
+    assert found == alone * 3, "threads get other tokens than one alone"
+
+
+def refusals(job: Job, target: Target) -> None:
+    """Load engines that are damaged or belong elsewhere, then send requests beyond a profile."""
+    from tfexport.tensorrt.store import load_engine
+
+    original = job.bundle("dates")
+    name = job.engine(original, target, "static", "fp32")
+    if name is None:
+        return
+
+    def refused(what: str, change: Callable[[Path], None]) -> None:
+        bundle = job.copy("refusals", original, engines=True)
+        with job.check(what) as numbers:
+            change(bundle / ENGINES / name)
+            numbers["words"] = raised(lambda: load_engine(open_bundle(bundle), name), EngineError)
+
+    refused("a flipped byte", lambda engine: flip(engine / "encoder.plan"))
+    refused("a truncated plan", lambda engine: os.truncate(engine / "encoder.plan", 1000))
+    refused("a missing plan", lambda engine: (engine / "encoder.plan").unlink())
+    with job.check("an engine of another bundle") as numbers:
+        foreign = job.copy("foreign", job.bundle("tiny"), engines=False)
+        shutil.copytree(original / ENGINES / name, foreign / ENGINES / name)
+        numbers["words"] = raised(lambda: load_engine(open_bundle(foreign), name), EngineError)
+    with job.check("requests that are too large") as numbers:
+        session = decodes.open_engine(original, name)
+        for what, shape in (
+            ("sources", (session.limits.rows.most + 1, 3)),
+            ("tokens", (1, session.spec.max_source_length + 1)),
+        ):
+            ids, mask = np.full(shape, 5), np.ones(shape, np.bool_)
+            prompts = [[session.spec.tokens.start]] * shape[0]
+            numbers[what] = raised(functools.partial(session.batch().add, ids, mask, prompts), InputError)
+        session.close()
+
+
+def raised(call: Callable[[], object], kind: type[Exception]) -> str:
+    """Return the message of the error that a call must raise, which must be one line."""
+    try:
+        call()
+    except kind as error:
+        message = str(error)
+        if "\n" in message:
+            raise AssertionError(f"more than one line: {message!r}") from error
+        return message
+    raise AssertionError("nothing was refused")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def ties(job: Job) -> None:
+    """Compare both forms in ONNX Runtime CUDA with the CPU if all logits have a few values."""
+    from tfexport.export.write import write_graphs
+    from tfexport.nn.config import model_spec
+    from tfexport.runtime.ort.backend import OrtSession
+    from tfexport.runtime.registry import Graphs
+
+    for vocab in VOCABULARIES:
+        model, row = planted(vocab, levels=5)
+        spec, folder = model_spec(model.config, "fp32"), job.work / f"ties-{vocab}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_graphs(model, spec, folder, forms=("concat", "static"), opset=18, report=print)
+        graphs = {path.stem: path for path in folder.glob("*.onnx")}
+        for form in ("concat", "static"):
+            with job.check(f"{form}, {vocab} tokens") as numbers:
+                batch = OrtSession(Graphs(graphs, spec), form, device="cuda").batch()
+                batch.add(*sources(tiny.config()), [[1]] * 4)
+                numbers["last ties as on the CPU"] = ", ".join(
+                    str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)
+                )
+
+
+def is_ranked(found: Any, row: np.ndarray, count: int) -> bool:
+    """Check the order of candidates; return whether those that tie for the last place are the CPU's too."""
+    expected = ranked(row)[:count]
+    for ids, logits in zip(found.token_ids, found.logits, strict=True):
+        np.testing.assert_array_equal(logits, row[expected])
+        np.testing.assert_array_equal(row[ids], logits)
+        above = logits > logits[-1]
+        np.testing.assert_array_equal(ids[above], expected[above])
+        assert (np.diff(ids[~above]) > 0).all(), "equal logits are not in order of id"
+    return bool((found.token_ids == expected).all())
