@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import collections
-import decimal
 import inspect
 import itertools
 import threading
@@ -46,54 +45,35 @@ def endless() -> list[Any]:
 ODD: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "True": lambda: True,
-    "False": lambda: False,
     "0": lambda: 0,
-    "-1": lambda: -1,
     "a huge number": lambda: 10**400,
     "a number that no text may have": lambda: 10**5000,
-    "1.5": lambda: 1.5,
     "NaN": lambda: float("nan"),
-    "infinity": lambda: float("inf"),
     "a complex number": lambda: 1j,
-    "a decimal number": lambda: decimal.Decimal("NaN"),
     "no text": lambda: "",
-    "a number as text": lambda: "1",
     "a text": lambda: TEXT,
     "a lone surrogate": lambda: "\ud800",
     "NUL": lambda: "a\0b",
     "bytes": lambda: b"ab",
-    "a bytearray": lambda: bytearray(b"\x05\x06"),
     "a memoryview": lambda: memoryview(b"\x05\x06"),
     "an empty list": list,
     "a list of None": lambda: [None],
-    "a list of True": lambda: [True],
     "ids": lambda: [5, 6, 2],
     "texts and ids": lambda: [TEXT, [5, 6]],
-    "lists in lists": lambda: [[[5]]],
     "a list that holds itself": endless,
     "a set": lambda: {5, 6},
-    "keys": {5: 6}.keys,
     "a dict": lambda: {0: [5, 6]},
-    "a counter": lambda: collections.Counter("ab"),
     "an iterator": lambda: iter([[5, 6]]),
     "a generator of texts": lambda: (text for text in (TEXT,)),
-    "a range": lambda: range(5, 7),
     "an array of bytes": lambda: array.array("b", [5, 6]),
     "an array of one dimension": lambda: np.array([5, 6]),
     "an array of two": lambda: np.array([[5, 6], [7, 0]]),
-    "an array of none": lambda: np.array(5),
-    "an array of fractions": lambda: np.array([5.0, 6.0]),
-    "an array of bools": lambda: np.array([True, False]),
     "an array of texts": lambda: np.array([TEXT]),
     "a number of NumPy": lambda: np.int64(5),
-    "a bool of NumPy": lambda: np.True_,
     "a tensor": lambda: torch.tensor([5, 6]),
-    "a tensor of two dimensions": lambda: torch.tensor([[5, 6]]),
-    "a tensor of none": lambda: torch.tensor(5),
     "an object": object,
     "one without words": Unspeakable,
     "a list of one without words": lambda: [Unspeakable()],
-    "a class": lambda: dict,
     "a path": lambda: Path("nowhere"),
     "a function": lambda: print,
 }
@@ -159,7 +139,7 @@ def test_odd_values_for_any_option_of_load(dates_aligned: Path, odd: str) -> Non
     for name in inspect.signature(tfexport.load).parameters:
         if ODD[odd]() is None and name in ("form", "threads", "engine", "trusted_keys"):
             continue
-        if odd == "a number of NumPy" and name == "threads":
+        if odd == "a number of NumPy" and name == "threads":  # which is a number as any other
             continue
         if odd in ("an empty list", "an iterator") and name == "warm_up":  # of no batch, and of one pair
             continue
@@ -188,12 +168,6 @@ def test_options_of_load_are_refused_together(dates_aligned: Path) -> None:
         "load: form is [], expected one of None, 'concat', 'static', 'contrib'; device is 3, expected one of 'cpu', "
         "'cuda'; threads is '2', expected 1 to 1024, or 'auto'; engine is 5, expected the name of an engine, or None"
     )
-
-
-def test_a_number_of_numpy_is_one_of_threads(dates_aligned: Path) -> None:
-    with tfexport.load(dates_aligned, threads=np.int64(3)) as model:  # type: ignore[arg-type]
-        assert model.threads is not None
-        assert model.threads.decoder == 3
 
 
 # ---- iterables
@@ -236,40 +210,25 @@ def test_texts_pairs_and_prefixes_are_taken_once(model: Model) -> None:
     ("method", "given", "says"),
     [
         ("generate_ids", {"sources": [5, 6, 2]}, "sources is [5, 6, 2], expected a list of lists of token ids; write"),
-        ("generate_ids", {"sources": np.array([5, 6])}, "sources is [5, 6], expected a list of lists of token ids"),
-        ("generate_ids", {"sources": None}, "sources is None, expected a list of lists of token ids"),
         ("generate_ids", {"sources": np.array([[5, 6]])}, "sources is array([[5, 6]]), expected a list of lists"),
         ("generate_ids", {"sources": torch.tensor([[5]])}, "sources is tensor([[5]]), expected a list of lists"),
-        ("generate_ids", {"sources": "56"}, "sources is '56', expected a list of lists of token ids"),
         ("generate_ids", {"sources": {5: [6]}}, "sources is {5: [6]}, expected a list of lists of token ids"),
         ("generate_ids", {"sources": [{5, 6}]}, "decode: source is {5, 6}, expected a list of token ids"),
         ("generate_ids", {"sources": [np.array([5.0])]}, "decode: source has 5.0, expected ids 0 to"),
-        ("generate_ids", {"sources": [np.array([True])]}, "decode: source has True, expected ids 0 to"),
         ("generate_ids", {"sources": [[True, 6]]}, "decode: source has True, expected ids 0 to"),
         ("generate_ids", {"prefixes": [None]}, "decode: prefix is None, expected a list of token ids"),
-        ("generate_ids", {"prefixes": "3"}, "prefixes is '3', expected a list of lists of token ids"),
-        ("generate_ids", {"batch_size": "1"}, "batch_size is '1', expected 1 or more"),
         ("generate_ids", {"batch_size": True}, "batch_size is True, expected 1 or more"),
         ("generate_ids", {"on_progress": 5}, "on_progress is 5, expected a function or None"),
-        ("generate_ids", {"cancel": True}, "cancel is True, expected a threading.Event or None"),
         ("generate_ids", {"cancel": threading.Event}, "cancel is <class 'threading.Event'>, expected"),
         ("generate", {"texts": {TEXT}}, f"texts is {{'{TEXT}'}}, expected a list of texts; write [text]"),
         ("generate", {"texts": [TEXT.encode()]}, "is bytes, expected a text"),
         ("generate", {"prefixes": [None]}, "prefix is NoneType, expected a text"),
-        ("generate", {"prefixes": [0]}, "prefix is int, expected a text"),
         ("generate", {"prefixes": "1"}, "prefixes is one text, expected a list of texts; write [text]"),
-        ("generate", {"prefixes": 5}, "prefixes is 5, expected a list of texts; write [text]"),
-        ("stream", {"prefix": None}, "prefix is NoneType, expected a text"),
         ("stream", {"text": [TEXT]}, "is list, expected a text"),
-        ("stream", {"cancel": 1}, "cancel is 1, expected a threading.Event or None"),
         ("score", {"add_eos": "no"}, "add_eos is 'no', expected True or False"),
         ("score_ids", {"targets": 5}, "targets is 5, expected a list of lists of token ids"),
-        ("score_ids", {"sources": [5]}, "sources is [5], expected a list of lists of token ids; write [ids]"),
-        ("score_ids", {"targets": [None]}, "score: target is None, expected a list of token ids"),
         ("score_ids", {"prefixes": [b"\x05"]}, "score: prefix is b'\\x05', expected a list of token ids"),
-        ("align", {"batch_size": None}, "batch_size is None, expected 1 or more"),
         ("embed", {"normalize": 1}, "normalize is 1, expected True or False"),
-        ("embed", {"batch_size": 0}, "batch_size is 0, expected 1 or more"),
         ("embed", {"pooling": ["mean"]}, "pooling is ['mean'], expected one of 'mean', 'cls'"),
     ],
 )  # fmt: skip

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.test_docs import DOCS, EVERY, OTHERS, PROGRAMS, Block, blocks, same
+from tests.test_docs import DOCS, EVERY, OTHERS, PROGRAMS, Block, blocks, same, sessions
 from tfexport.cli import main
 from tfexport.generation import GenerationDefaults
 
@@ -43,13 +42,6 @@ LONG = {"onnx", "verify", "bench"}  # these take seconds to minutes
 CODE = re.compile(r"^(\$ |tfexport |pip |python |curl |import |from \w+ import )", re.MULTILINE)
 
 
-def sessions(block: Block) -> Iterator[tuple[list[str], str]]:
-    """Return the commands of a terminal, and what stands behind each of them."""
-    for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-        line, _, shown = session.replace("\\\n", " ").partition("\n")
-        yield shlex.split(line), shown
-
-
 TERMINALS = [block for block in EVERY if block.language in ("", "console") and not block.mark]
 FIRST = ("README.md", "alignment.md", "quantization.md")  # these make the bundles that the others use
 
@@ -68,7 +60,7 @@ def test_every_block_runs_or_says_why_it_does_not(block: Block) -> None:
     elif block.language == "python":
         assert block in PROGRAMS or block.name.startswith("README.md:")
     else:
-        commands = [words for words, _ in sessions(block)]
+        commands = [shlex.split(line) for line, _ in sessions(block)]
         assert block in TERMINALS, "no test runs this block: mark it"
         assert commands
         assert block.text.startswith("$ ")
@@ -97,7 +89,8 @@ def test_a_terminal_prints_what_is_shown(name: str, workplace: Path) -> None:
     """The commands that take no time, of a page from top to bottom."""
     for block in TERMINALS:
         if block.name.startswith(f"{name}:"):
-            for words, shown in sessions(block):
+            for line, shown in sessions(block):
+                words = shlex.split(line)
                 if words[1] not in LONG and not any("int4" in word for word in words):
                     run(words, shown)
 
@@ -106,7 +99,8 @@ def test_a_terminal_prints_what_is_shown(name: str, workplace: Path) -> None:
 def test_all_terminals_print_what_is_shown(workplace: Path) -> None:
     """All commands of all pages, in one place; what they export takes the place of what is there."""
     for block in sorted(TERMINALS, key=lambda block: not block.name.startswith(FIRST)):
-        for words, shown in sessions(block):
+        for line, shown in sessions(block):
+            words = shlex.split(line)
             if words[1] == "onnx":
                 made = Path(words[words.index("--output") + 1])
                 if made.is_symlink():

@@ -51,6 +51,13 @@ def blocks(path: Path) -> Iterator[Block]:
         yield Block(f"{path.name}:{line}", fence[1], fence[2], prints, (mark[1], mark[2]) if mark else None)
 
 
+def sessions(block: Block) -> Iterator[tuple[str, str]]:
+    """Yield each command of a terminal on one line, and what it prints."""
+    for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, shown = session.replace("\\\n", " ").partition("\n")
+        yield command, shown
+
+
 def table(path: Path, header: str) -> list[list[str]]:
     """Return the rows of the one table whose first column has this header."""
     lines = path.read_text(encoding="utf-8").splitlines()

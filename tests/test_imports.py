@@ -1,4 +1,4 @@
-"""Which libraries an import loads, and the public names; import-linter checks all other promises about imports."""
+"""Which libraries an import and a first text load, and the public names; import-linter checks all other imports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import grimp
 import pytest
@@ -39,7 +40,7 @@ def test_every_library_has_a_fence() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    code = f"import sys, json; {statement}; print(json.dumps([name for name in sys.modules if '.' not in name]))"
+    code = f"import sys, json; {statement}; print(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout))
 
@@ -56,6 +57,14 @@ def test_a_deployment_machine_needs_neither_torch_nor_onnx() -> None:
     loaded = loaded_by("import tfexport; tfexport.load; import tfexport.describe, tfexport.runtime.ort.backend")
     assert "onnxruntime" in loaded
     assert not loaded & {"torch", "onnx", "onnx_ir", "onnxscript", "safetensors"}
+
+
+def test_a_first_text_loads_only_what_it_needs(random_bundle: Path) -> None:
+    load = f"tfexport.load({str(random_bundle)!r}, backend='ort', threads=1)"
+    loaded = loaded_by(f"import tfexport; {load}.generate_ids([[4, 5, 6]], max_new_tokens=2)")
+    packages = {"bulk", "export", "importing", "runtime.eager", "serve", "tensorrt", "verify"}
+    assert "tfexport.runtime.ort._contrib" in loaded
+    assert not loaded & (HEAVY - {"numpy", "onnxruntime", "tokenizers"} | {f"tfexport.{name}" for name in packages})
 
 
 def test_public_names_can_be_imported() -> None:

@@ -159,13 +159,6 @@ def test_targets_are_scored_behind_what_every_target_begins_with(model: Model) -
     assert started.score([source], [target]) != [whole]
 
 
-def test_pairs_that_are_none_are_refused(model: Model) -> None:
-    with pytest.raises(InputError, match="score: 1 targets for 2 texts; give one each"):
-        model.score([TEXT, TEXT], ["1989"])
-    with pytest.raises(InputError, match="targets is one text, expected a list of texts"):
-        model.score([TEXT], "1989")
-
-
 def test_some_texts_of_a_longer_call_are_drawn_as_in_it(model: Model) -> None:
     texts = [TEXT, "1.1.2000", "3 Mar 2026", "31.12.1999"]
     options = {"do_sample": True, "temperature": 5.0, "num_return_sequences": 2}

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.bundle.made import edit, make
+from tests.command import refuses, run
 from tests.conftest import DATES
 from tfexport import sandbox
 from tfexport._io.process import ProcessError
-from tfexport.cli import main
 from tfexport.describe import inspect_path
 from tfexport.errors import BundleError, ConfigError, InputError
 from tfexport.sandbox import inspect_untrusted
@@ -22,9 +21,7 @@ def test_the_answer_is_the_same(dates_bundle: Path, tmp_path: Path) -> None:
     for path in (dates_bundle, DATES, dates_bundle / "encoder.onnx", make(tmp_path / "café").path):
         assert inspect_untrusted(path) == json.loads(json.dumps(inspect_path(path)))
     for options in ((), ("--json",)):
-        plain, inside = (
-            CliRunner().invoke(main, ["inspect", str(dates_bundle), *options, *more]) for more in ((), ("--untrusted",))
-        )
+        plain, inside = (run("inspect", dates_bundle, *options, *more) for more in ((), ("--untrusted",)))
         assert (inside.exit_code, inside.stdout) == (0, plain.stdout)
 
 
@@ -37,8 +34,7 @@ def test_an_error_is_the_same(tmp_path: Path) -> None:
         with pytest.raises(kind) as inside:
             inspect_untrusted(path)
         assert str(inside.value) == str(plain.value)
-    done = CliRunner().invoke(main, ["inspect", "--untrusted", str(tmp_path / "bundle")])
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    refuses(run("inspect", "--untrusted", tmp_path / "bundle"))
 
 
 def test_a_process_that_dies_is_one_line(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

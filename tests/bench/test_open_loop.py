@@ -93,13 +93,9 @@ def test_latency_grows_when_the_server_is_too_slow() -> None:
     assert (found.unserved, found.refused, found.sequences) == (0, 0, 10)
     assert (found.source_tokens, found.tokens) == (15, 40)
     assert found.elapsed_s == pytest.approx(10.5)
-
-
-def test_latency_is_the_time_of_service_when_the_server_is_fast() -> None:
-    found = run(open_loop(OneByOne(0.05), [[5]], [0.1 * index for index in range(1, 31)]))
-    assert list(found.latency_s) == pytest.approx([0.05] * 30)
-    assert is_stable(found.windows)
-    assert found.elapsed_s == pytest.approx(3.05)
+    fast = run(open_loop(OneByOne(0.05), [[5]], [0.1 * index for index in range(1, 31)]))
+    assert list(fast.latency_s) == pytest.approx([0.05] * 30)
+    assert is_stable(fast.windows)
 
 
 def test_what_is_refused_is_counted_and_the_others_are_answered() -> None:

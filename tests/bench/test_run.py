@@ -8,38 +8,22 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 import tfexport.verify
 from tests.bench import test_report as reports
-from tfexport.bench.config import BenchConfig, resolve
+from tests.command import TFEXPORT, refuses, run
+from tfexport.bench.config import BenchConfig
 from tfexport.bench.run import MAX_TEXTS, bench_bundle, run_process
 from tfexport.bundle.bundle import open_bundle
-from tfexport.cli import main
 from tfexport.errors import BenchError, InputError
 
-TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
 # Small enough for a fraction of a second.
-TINY = ("--processes", 1, "--duration", 0.1, "--source-length", 5, "--target-length", 3, "--no-verify")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def refuses(result: Result, *messages: str) -> None:
-    assert (result.exit_code, result.stdout) == (1, ""), result.output
-    error = result.stderr.splitlines()[-1]
-    assert error.startswith("error: ")
-    for message in messages:
-        assert message in error
 
 
 @pytest.fixture(scope="session")
@@ -49,21 +33,9 @@ def measured(once: Callable[[str, Callable[[Path], object]], Path], dates_bundle
     def make(path: Path) -> None:
         path.mkdir()
         files = ("--json", path / "report.json", "--html", path / "page.html")
-        sizes = (
-            "--scenario",
-            "sweep",
-            "--batch-size",
-            "1,3",
-            "--source-length",
-            "5",
-            "--target-length",
-            4,
-            "--threads",
-            2,
-        )
-        result = run(
-            "bench", dates_bundle, *sizes, "--num-beams", 2, "--processes", 2, "--duration", 0.1, "--no-verify", *files
-        )
+        sizes = "--scenario sweep --batch-size 1,3 --source-length 5 --target-length 4 --threads 2 --num-beams 2"
+        effort = "--processes 2 --duration 0.1 --no-verify"
+        result = run("bench", dates_bundle, *sizes.split(), *effort.split(), *files)
         assert result.exit_code == 0, result.output
         (path / "said").write_text(result.stdout)
 
@@ -78,14 +50,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def answer(bundle: Path, config: BenchConfig, texts: object, number: int) -> dict[str, Any]:
         started.append(number)
         cell = reports.samples([0.001, 0.001]).to_dict()
-        return {
-            "backend": "ort",
-            "threads": 1,
-            "load_s": 0.1,
-            "load_to_first_token_s": 0.2,
-            "peak_memory_bytes": 10**8,
-            "cells": [cell for _ in config.cells],
-        }
+        return {"backend": "ort", "threads": 1, "cells": [cell for _ in config.cells]}
 
     monkeypatch.setattr("tfexport.bench.run.run_process", answer)
     return started
@@ -105,7 +70,7 @@ def with_parity(source: Path, target: Path, passed: bool | None) -> Path:
 
 def test_a_real_run_writes_report_and_page(measured: Path, dates_bundle: Path) -> None:
     found = json.loads((measured / "report.json").read_text())
-    assert reports.mismatches(found, reports.SCHEMA) == []
+    reports.check_schema(found)
     assert found["bundle"] == {"name": "dates", "sha256": open_bundle(dates_bundle).sha256, "precision": "fp32"}
     assert found["settings"]["backend"] == "ort"
     assert (found["settings"]["threads"], found["environment"]["threads"]) == (2, 2)
@@ -186,18 +151,12 @@ def test_without_pytorch_the_remedy_is_said(
 # ---- the command
 
 
-def test_the_command_has_the_defaults_of_the_library() -> None:
-    given = main.commands["bench"].make_context("bench", ["bundle"]).params
-    values = {field.name: given[field.name] for field in dataclasses.fields(BenchConfig)}
-    assert BenchConfig(**values | {"trusted_keys": given["trusted_keys"] or ()}) == BenchConfig()
-
-
 def test_a_bundle_may_be_called_compare(
     dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(dates_bundle, tmp_path / "compare")
     monkeypatch.chdir(tmp_path)
-    for arguments in (("./compare", *TINY), (*TINY, "compare")):
+    for arguments in (("./compare", "--no-verify"), ("--no-verify", "compare")):
         result = run("bench", *arguments)
         assert result.exit_code == 0, result.output
         assert result.stdout.startswith("compare · fp32")
@@ -212,24 +171,16 @@ def test_a_bundle_may_be_called_compare(
         (["--scenario", "server", "--rate", "5", "--model", "dates"], "model is only valid with --url"),
         (
             ["--scenario", "server", "--rate", "5", "--url", "localhost:8000"],
-            "expected an address such as http://127.0.0.1:8000",
+            "expected an address such as http://127.0.0",
         ),
         (["--scenario", "server", "--rate", "5", "--url", "http://h:1", "--slots", "4"], "not valid with --url"),
-        (["--scenario", "server", "--rate", "5", "--goal-ms", "0"], "goal_ms is 0.0, expected 0.1 to 3600000"),
         (["--goal-ms", "5"], "goal_ms is only valid in the server scenario"),
         (["--rate", "nan", "--scenario", "server"], "rate is nan"),
-        (["--duration", "inf"], "duration is inf"),
-        (["--duration", "1e9"], "duration is 1000000000.0, expected 0.1 to 600"),
-        (["--batch-size", "0"], "batch_size has 0"),
         (["--batch-size", "x"], "'x' is not a valid integer"),
         (["--scenario", "sweep", "--batch-size", "1,99999999999999999999"], "whole numbers of 64 bits"),
         (["--target-length", "17"], "the limit of the bundle is 16"),
-        (["--processes", "1000"], "processes is 1000"),
         (["--json", "missing/a.json"], "cannot be written"),
-        (["--html", "missing/a.html"], "cannot be written"),
         (["--json", "same", "--html", "./same"], "same file"),
-        (["--input", "missing"], "missing"),
-        (["--backend", "magic"], "magic"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(
@@ -273,8 +224,9 @@ def test_a_failed_measurement_leaves_the_old_report(
 # ---- processes
 
 
-@pytest.mark.parametrize(("script", "message"), [("exit 3", "failed"), ("kill -9 $$", "by signal 9")])
-@pytest.mark.parametrize("texts", [None, ["x" * 1000] * 2000])
+@pytest.mark.parametrize(
+    ("script", "message", "texts"), [("exit 3", "failed", None), ("kill -9 $$", "by signal 9", ["x" * 1000] * 2000)]
+)
 def test_the_death_of_a_process_is_one_error(
     script: str, message: str, texts: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,11 +276,3 @@ def test_nothing_goes_on_when_the_command_is_ended(how: int, code: int, dates_bu
         assert stderr.endswith("interrupted\n")
         assert list(tmp_path.iterdir()) == []
     wait_for(lambda: not is_alive(child))
-
-
-def test_the_processes_see_the_resolved_configuration(dates_bundle: Path, canned: list[int]) -> None:
-    spec = open_bundle(dates_bundle).manifest.spec
-    found = bench_bundle(dates_bundle, BenchConfig(processes=1), verify=False)
-    resolved = resolve(BenchConfig(processes=1), spec, has_texts=False)
-    assert found["settings"]["target_length"] == list(resolved.target_length) == [16]
-    assert canned == [0]

@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 
 from tests.bench import test_report as reports
-from tests.bench.test_run import refuses, run
 from tests.bundle.made import edit, reseal
+from tests.command import refuses, run
 from tfexport.bench._report import settings
 from tfexport.bench._server import exchange, http_client
 from tfexport.bench.config import BenchConfig
@@ -89,7 +89,7 @@ def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Pa
     assert 0 < metrics["time_to_first_token"]["p50"] < metrics["request_latency"]["p50"]
     assert metrics["step_time"]["count"] >= 10
     assert found["cells"][0]["time_split"]["rest"] > 0
-    assert reports.mismatches(found, reports.server_schema()) == []
+    reports.check_schema(found)
     assert "server at 100 requests/s · slots 4 · 3 texts" in result.stdout
 
 
@@ -152,16 +152,10 @@ def test_a_server_that_says_something_else_is_not_timed(dates_bundle: Path, tmp_
 
 def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
     with serving(dates_bundle, "a", "b", slots=1, max_waiting=1) as address:
-        refuses(
-            run("bench", "--url", address, *QUICK, "--rate", 9, "--input", texts),
-            "models a, b; choose one with --model",
-        )
-        refuses(
-            run("bench", "--url", address, *QUICK, "--rate", 9, "--input", texts, "--model", "c"),
-            "the server answers 404",
-        )
-        files = ("--json", tmp_path / "a.json")
-        result = run("bench", "--url", address, *QUICK, "--rate", 1000, "--input", texts, "--model", "b", *files)
+        bench = ("bench", "--url", address, *QUICK, "--input", texts)
+        refuses(run(*bench, "--rate", 9), "models a, b; choose one with --model")
+        refuses(run(*bench, "--rate", 9, "--model", "c"), "the server answers 404")
+        result = run(*bench, "--rate", 1000, "--model", "b", "--json", tmp_path / "a.json")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["metrics"]["refused"]["value"] > 0
@@ -170,25 +164,22 @@ def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Pa
 
 def test_what_is_missing_is_said(dates_bundle: Path, texts: Path) -> None:
     refuses(run("bench", *QUICK, "--rate", 5), "neither a bundle nor a server; give BUNDLE or --url")
-    refuses(run("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5), "sources are missing; give --input")
-    refuses(
-        run("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5, "--input", texts),
-        "http://127.0.0.1:1",
-        "cannot be reached",
-    )
+    nowhere = ("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5)
+    refuses(run(*nowhere), "sources are missing; give --input")
+    refuses(run(*nowhere, "--input", texts), "http://127.0.0.1:1", "cannot be reached")
 
 
 # ---- the client
 
 
 @contextmanager
-def saying(answer: bytes) -> Iterator[str]:
-    """Run a server that gives this answer to every request and closes the connection."""
+def saying(answer: bytes, heard: list[bytes] | None = None) -> Iterator[str]:
+    """Run a server that gives this answer to every request and closes the connection; append lines to `heard`."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            while self.rfile.readline().strip():
-                pass
+            while line := self.rfile.readline().strip():
+                (heard if heard is not None else []).append(line)
             self.wfile.write(answer)
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
@@ -223,21 +214,9 @@ def test_an_invalid_answer_counts_as_refused(answer: bytes) -> None:
 
 def test_a_token_is_shown_and_not_reported(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
     heard: list[bytes] = []
-
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            while line := self.rfile.readline().strip():
-                heard.append(line)
-            self.wfile.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno")
-
     (tmp_path / "token").write_text("open sesame\nanother\n")
-    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
+    with saying(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno", heard) as url:
         result = run("bench", "--url", url, *QUICK, "--rate", 5, "--input", texts, "--token-file", tmp_path / "token")
-        server.shutdown()
-        thread.join()
     refuses(result, "the server answers 401 to /v2: no")
     assert b"Authorization: Bearer open sesame" in heard
     config = BenchConfig(scenario="server", rate=1.0, url=url, token_file=str(tmp_path / "token"))

@@ -71,7 +71,3 @@ def test_the_table_of_a_bundle_beside_itself(work: Path, monkeypatch: pytest.Mon
     assert done.exit_code == 0, done.output
     tokens = sum(text.length for text in corpus(4, 1_000))
     assert re.search(rf"\| tiny \| 4 \| {tokens} \| [\d,]+ \| [\d,]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \|", done.stdout)
-
-
-def test_an_unknown_program_is_refused() -> None:
-    assert CliRunner().invoke(command.main, ["--beside", "/nowhere/python"]).exit_code == 2

@@ -24,7 +24,6 @@ from bounds.products import bare_products
 
 WAYS = {
     "fp32": ExportConfig(forms=("contrib",)),
-    "int8": ExportConfig(forms=("contrib",), precision="int8"),
     "int8-throughput": ExportConfig(forms=("contrib",), precision="int8", optimize_for="throughput"),
 }
 

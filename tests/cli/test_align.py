@@ -7,16 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 import tfexport
-from tfexport.cli import main
+from tests.command import run
 
 SOURCE, TARGET = "Dienstag, 3. März 2026", "2026-03-03"
-
-
-def run(*arguments: object, stdin: bytes | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
 
 
 @pytest.mark.parametrize("backend", ["ort", "eager"])

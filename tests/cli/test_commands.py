@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -15,20 +12,19 @@ from typing import Any
 import click
 import pytest
 import tokenizers
-from click.testing import CliRunner, Result
 
 import tfexport.bundle.bundle
 import tfexport.errors
-from tests.conftest import DATES, ROOT
+from tests.command import TFEXPORT, run
+from tests.conftest import DATES
+from tfexport.bench.config import BenchConfig
 from tfexport.cli import main
 from tfexport.errors import ParityError, TfexportError
 from tfexport.export.config import ExportConfig
 from tfexport.generation import DecodeConfig
+from tfexport.importing.config import ImportConfig
+from tfexport.tensorrt.config import EngineConfig
 from tfexport.verify import VerifyConfig
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def parsed(command: str, *arguments: str) -> dict[str, Any]:
@@ -61,37 +57,14 @@ def test_onnx_writes_a_verified_bundle_and_tells_its_progress_on_stderr(verified
 
 def test_options_have_the_defaults_of_the_library() -> None:
     for config, values in (
+        (ImportConfig, parsed("import", "model.pt", "--output", "model")),
         (ExportConfig, parsed("onnx", "model", "--output", "bundle")),
+        (EngineConfig, parsed("trt", "bundle")),
+        (BenchConfig, parsed("bench", "bundle") | {"trusted_keys": ()}),
         (DecodeConfig, parsed("generate", "bundle", "text")),
         (VerifyConfig, parsed("verify", "bundle")),
     ):
         assert config(**{field.name: values[field.name] for field in fields(config)}) == config()
-
-
-def test_an_output_that_exists_is_not_touched_without_force(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("x")
-    result = run("onnx", "preset:tiny", "--output", tmp_path)
-    assert (result.exit_code, result.stderr.count("error: ")) == (1, 1)
-    assert (tmp_path / "mine").read_text() == "x"
-    assert not (tmp_path / "manifest.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["preset:nothing"], "nothing"),
-        (["/no/such/model"], "/no/such/model"),
-        (["preset:tiny", "--max-source-length", "0", "--max-target-length", "-1"], "max_target_length is -1"),
-        (["preset:tiny", "--forms", ""], "forms is empty"),
-        (["preset:tiny", "--precision", "bf16"], "--no-verify"),
-    ],
-)
-def test_onnx_refuses_in_one_line_and_writes_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = run("onnx", *arguments, "--output", tmp_path / "out")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert len(re.findall("^error: ", result.stderr, re.MULTILINE)) == 1
-    assert message in result.stderr.splitlines()[-1]
-    assert not list(tmp_path.iterdir())
 
 
 def test_verify_passes_on_what_was_exported(verified: Path) -> None:
@@ -209,44 +182,6 @@ def test_inspect_a_model_agrees_with_the_weights() -> None:
     assert f"{found['parameters']:,} parameters, {len(names)} tensors ({len(names)} F32)" in text
 
 
-def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
-    path.write_bytes(change(path.read_bytes()))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("model.safetensors", lambda data: data[:-1], "copy or convert it again"),
-        ("model.safetensors", lambda data: data + b"x", "copy or convert it again"),
-        ("model.safetensors", lambda data: data[:100], "damaged or cut short"),
-        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "damaged or cut short"),
-        ("model.safetensors", lambda data: b"", "damaged or cut short"),
-        ("config.json", lambda data: data[:-5], "is not JSON"),
-        (
-            "config.json",
-            lambda data: data.replace(b'"d_model"', b'"dmodel"'),
-            "unknown key dmodel; missing key d_model",
-        ),
-    ],
-)
-def test_inspect_a_damaged_model(tmp_path: Path, name: str, change: Callable[[bytes], bytes], message: str) -> None:
-    shutil.copytree(DATES, tmp_path / "model")
-    damage(tmp_path / "model" / name, change)
-    result = run("inspect", tmp_path / "model")
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
-    assert name in result.stderr
-    assert message in result.stderr
-
-
-@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
-def test_inspect_half_a_model(tmp_path: Path, missing: str) -> None:
-    shutil.copytree(DATES, tmp_path / "model")
-    (tmp_path / "model" / missing).unlink()
-    result = run("inspect", tmp_path / "model")
-    assert result.exit_code == 1
-    assert f"{missing}: is missing; a model directory has config.json and model.safetensors" in result.stderr
-
-
 def test_inspect_something_else(tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no protobuf \xff")
     (tmp_path / "empty.onnx").touch()
@@ -262,6 +197,7 @@ def test_inspect_something_else(tmp_path: Path) -> None:
 
 
 def test_doctor_tells_and_exits_by_whether_a_backend_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfexport.doctor.run_probe", lambda backend, library: {library.device: ""})
     result = run("doctor", "--json")
     assert (result.exit_code, json.loads(result.stdout)["works"]) == (0, True)
     monkeypatch.setattr("tfexport.doctor.run_probe", lambda backend, library: {library.device: "does not start"})
@@ -271,20 +207,13 @@ def test_doctor_tells_and_exits_by_whether_a_backend_works(monkeypatch: pytest.M
 
 
 def test_help_and_version_come_from_the_installed_command() -> None:
-    command = Path(sys.executable).with_name("tfexport")
-    for option_name in ("--help", "-h"):
-        done = subprocess.run([command, option_name], capture_output=True, text=True, check=True)
-        assert all(f"\n  {name} " in done.stdout for name in main.commands)
-    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run([TFEXPORT, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == "tfexport, version 0.1.0\n"
+    for words in ((), ("--help",), ("-h",)):
+        assert all(f"\n  {name} " in run(*words).output for name in main.commands)
 
 
 def test_every_command_and_option_has_help() -> None:
     for command in main.commands.values():
         assert command.help
         assert all(p.help for p in command.params if isinstance(p, click.Option))
-
-
-@pytest.mark.parametrize("name", sorted(main.commands))
-def test_every_command_is_in_the_readme(name: str) -> None:
-    assert f"tfexport {name}" in (ROOT / "README.md").read_text()

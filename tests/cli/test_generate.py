@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,37 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 import tfexport
 from tests import tiny
+from tests.command import TFEXPORT, refuses, run
 from tests.conftest import DATES
-from tfexport.cli import main
 from tfexport.contract import TokenIds
 from tfexport.export.config import ExportConfig
 from tfexport.runtime.ort import backend as ort_backend
 
-TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
 VOCAB = json.loads((DATES / "tokenizer.json").read_text())["model"]["vocab"]
 TEXTS = ["Dienstag, 3. März 2026", "2026年3月3日火曜日", "30 июня 2019 г.", "15 de septiembre de 2001"]
 ISO = ["2026-03-03", "2026-03-03", "2019-06-30", "2001-09-15"]
-
-
-def run(*arguments: object, stdin: bytes | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
-
-
-def says(result: Result, message: str) -> None:
-    """Expect exit code 1, nothing on standard output and one line of error with `message` in it."""
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
-
-
-def test_texts_on_the_command_line(dates_bundle: Path) -> None:
-    result = run("generate", dates_bundle, *TEXTS)
-    assert (result.exit_code, result.stdout.splitlines()) == (0, ISO)
 
 
 @pytest.mark.parametrize("form", ["concat", "static", "contrib"])
@@ -135,47 +113,13 @@ def test_every_option_reaches_the_decoder(dates_bundle: Path) -> None:
         assert result.stdout == f"{ISO[0]}\n"
 
 
-@pytest.mark.parametrize("backend", ["eager", "ort"])
-def test_backends_agree(dates_bundle: Path, backend: str) -> None:
-    assert run("generate", dates_bundle, *TEXTS, "--backend", backend).stdout.splitlines() == ISO
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([""], "empty"),
-        (["  "], "white space"),
-        (["1" * 65], "64"),
-        (["1" * 1_000_000], "1000000 characters"),
-        (["x", "--num-beams", 0], "num_beams is 0"),
-        (["x", "--num-beams", 2, "--do-sample"], "do_sample"),
-        (["x", "--temperature", "nan", "--do-sample"], "temperature"),
-        (["x", "--suppress-tokens", "99999"], "99999"),
-        (["x", "--output", "/no/such/place"], "/no/such/place: cannot be written (No such file or directory)"),
-    ],
-)
-def test_bad_input_is_one_line(dates_bundle: Path, arguments: list[object], message: str) -> None:
-    says(run("generate", dates_bundle, *arguments), message)
-
-
-def test_bad_lines_of_a_file_are_named_and_the_old_output_stays(dates_bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "in").write_bytes(b"1.1.2000\n\n\xff\n" + b"2" * 65 + b"\n")
+def test_a_bad_line_leaves_the_old_output(dates_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"1.1.2000\n\n\xff\n")
     (tmp_path / "out").write_text("old")
     result = run("generate", dates_bundle, "--input", tmp_path / "in", "--output", tmp_path / "out")
-    says(result, "in: line 3 is not UTF-8; convert the file")
-    assert "line 2 is empty" in result.stderr
-    (tmp_path / "in").write_bytes(b"1.1.2000\n" + b"2" * 65 + b"\n")
-    says(run("generate", dates_bundle, "--input", tmp_path / "in", "--output", tmp_path / "out"), "64")
+    refuses(result, "in: line 3 is not UTF-8; convert the file", "line 2 is empty")
     assert (tmp_path / "out").read_text() == "old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in", "out"]
-
-
-def test_a_bundle_that_is_missing_or_damaged_is_one_line(dates_bundle: Path, tmp_path: Path) -> None:
-    says(run("generate", tmp_path / "nothing", "x"), "tfexport onnx SOURCE --output")
-    shutil.copytree(dates_bundle, tmp_path / "copy")
-    with (tmp_path / "copy" / "decoder.onnx").open("r+b") as stream:
-        stream.write(b"\x00")
-    says(run("generate", tmp_path / "copy", "x"), "decoder.onnx")
 
 
 @pytest.mark.parametrize(
@@ -194,17 +138,6 @@ def test_wrong_usage_exits_with_1_too(arguments: list[str], message: str) -> Non
     result = run(*arguments)
     assert result.exit_code == 1
     assert message in result.stderr
-
-
-def test_piped_output_shows_no_bar_and_a_closed_pipe_no_trace(dates_bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "in").write_text("1.1.2000\n" * 200)
-    done = subprocess.run(
-        f'"{TFEXPORT}" generate "{dates_bundle}" --input "{tmp_path}/in" | head -n 1',
-        shell=True,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("2000-01-01\n", "")
 
 
 def test_an_interrupt_exits_with_130_and_leaves_nothing(dates_bundle: Path, tmp_path: Path) -> None:
@@ -254,20 +187,9 @@ def test_embed_writes_the_vectors_of_the_library(encoder_bundle: Path) -> None:
         np.testing.assert_allclose([row["embedding"] for row in rows], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_embed_can_be_cancelled(encoder_bundle: Path) -> None:
-    cancel = threading.Event()
-    with tfexport.load(encoder_bundle) as model:
-        assert np.array_equal(model.embed(TEXTS[:2], cancel=cancel), model.embed(TEXTS[:2]))
-        cancel.set()
-        with pytest.raises(tfexport.Cancelled):
-            model.embed(TEXTS[:2], cancel=cancel)
-
-
 def test_generate_and_embed_name_one_another(encoder_bundle: Path, dates_bundle: Path) -> None:
-    says(run("generate", encoder_bundle, "x"), f"generates no text; use tfexport embed {encoder_bundle}")
-    says(run("embed", dates_bundle, "x"), "generate")
-    says(run("score", encoder_bundle, "x\ty"), "an encoder alone and reads no target; use embed")
-    refused = run("serve", encoder_bundle, "--port", "0")
-    assert refused.exit_code == 1
-    assert "an encoder alone and generates no text; use tfexport embed" in refused.stderr
-    says(run("triton", encoder_bundle, "--output", "build/models"), "an encoder alone and generates no text")
+    refuses(run("generate", encoder_bundle, "x"), f"generates no text; use tfexport embed {encoder_bundle}")
+    refuses(run("embed", dates_bundle, "x"), "generate")
+    refuses(run("score", encoder_bundle, "x\ty"), "an encoder alone and reads no target; use embed")
+    assert "an encoder alone and generates no text" in run("serve", encoder_bundle, "--port", "0").stderr
+    refuses(run("triton", encoder_bundle, "--output", "build/models"), "an encoder alone and generates no text")

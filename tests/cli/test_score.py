@@ -6,17 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import tfexport
-from tfexport.cli import main
+from tests.command import run
 from tfexport.decode.score import Score
 
 PAIRS = [("Dienstag, 3. März 2026", "2026-03-03"), ("le 14 juillet 1989", "1989-07-14"), ("le 14 juillet 1989", "1990")]
-
-
-def run(*arguments: object, stdin: bytes | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
 
 
 @pytest.fixture(scope="module")

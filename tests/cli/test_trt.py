@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from tests import tiny
+from tests.command import TFEXPORT, run
 from tfexport.bundle.bundle import open_bundle
-from tfexport.cli import main
 from tfexport.errors import EngineError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.nn.directory import save_model
-from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import find_gpus
 from tfexport.tensorrt.store import load_engine, open_engine, validity_problem
 
@@ -34,10 +29,6 @@ trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed"
 RTX = ("--target", "tensorrt-rtx", "--compute-capability", "8.9")
 SMALL = ("--max-batch", "4", "--max-source-length", "16", "--max-target-length", "12")
 Once = Callable[[str, Callable[[Path], object]], Path]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def build(bundle: Path, *options: str) -> Result:
@@ -151,10 +142,7 @@ def test_an_engine_is_replaced_only_with_force(copy: Path, options: tuple[str, .
         assert result.stderr.endswith("exists; replace it with --force\n")
 
 
-def test_the_concat_form_and_fp16_from_the_weights_of_an_fp32_bundle(
-    variant: Callable[[str], Path], tmp_path: Path
-) -> None:
-    copy = Path(shutil.copytree(variant("post"), tmp_path / "bundle"))
+def test_the_concat_form_and_fp16_from_the_weights_of_an_fp32_bundle(copy: Path) -> None:
     build(copy, "--form", "concat", "--precision", "fp16")
     manifest = open_engine(copy.resolve(), "tensorrt-rtx-concat-fp16").manifest
     decoder = manifest.plans["decoder"]
@@ -231,17 +219,7 @@ def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
     ("options", "messages"),
     [
         (["--max-source-length", "9999"], ["max_source_length is 9999, the bundle has 64"]),
-        (["--maxShapes", "colour:4x4"], ["max_shapes has 'colour'"]),
-        (["--maxShapes", "source_ids:4"], ["source_ids with 1 sizes"]),
-        (["--compute-capability", "9.0"], ["compute capability 9.0", "builds for 7.5, 8.0"]),
-        (["--capacities", "6,6"], ["capacities are 6, 6, expected them to ascend from 1"]),
-        (["--capacities", "4,17"], ["capacities are 4, 17, expected at most max_target_length, 16"]),
-        (["--form", "concat", "--capacities", "4"], ["capacities are for the static form"]),
-        (["--compute-capability", "sm_90"], ["compute_capabilities has 'sm_90'"]),
         (["--builder-optimization-level", "7"], ["builder_optimization_level is 7, expected 0 to 5"]),
-        (["--version-compatible"], ["leave --version-compatible out"]),
-        (["--timing-cache", "cache"], ["leave --timing-cache out"]),
-        (["--hardware-compatibility-level", "ampere_plus"], ["hardware compatibility is ignored"]),
         (
             ["--max-batch", "0", "--max-target-length", "-1", "--workspace", "0"],
             ["max_batch is 0", "max_target_length is -1", "workspace_mib is 0"],
@@ -260,17 +238,6 @@ def test_what_cannot_be_built_is_one_line_and_nothing_is_written(
     for message in messages:
         assert message in result.stderr
     assert not (dates_bundle / "engines").exists()
-
-
-def test_options_have_the_defaults_of_the_library() -> None:
-    values = main.commands["trt"].make_context("trt", ["bundle"]).params
-    assert EngineConfig(**{field.name: values[field.name] for field in fields(EngineConfig)}) == EngineConfig()
-
-
-@pytest.mark.parametrize("path", ["none", "."])
-def test_what_is_no_bundle_is_refused(tmp_path: Path, path: str) -> None:
-    result = run("trt", tmp_path / path)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
 
 
 def test_inspect_lists_engines(built: Path) -> None:
@@ -294,43 +261,17 @@ def test_inspect_says_what_is_damaged_and_shows_the_rest(copy: Path) -> None:
     assert json.loads(run("inspect", copy, "--json").stdout)["engines"]["notes"]["problem"].endswith("remove it")
 
 
-def command(*arguments: object) -> list[str]:
-    return [str(Path(sys.executable).with_name("tfexport")), *map(str, arguments)]
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-def test_a_signal_leaves_nothing(copy: Path, number: int, code: int, said: str) -> None:
+def test_an_interrupt_leaves_nothing(copy: Path) -> None:
     shutil.rmtree(copy / "engines")
-    process = subprocess.Popen(
-        command("trt", copy, *RTX), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-    )
+    command = [TFEXPORT, "trt", str(copy), *RTX]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
     assert process.stderr is not None
     assert process.stderr.readline() == "building encoder\n"
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout, stderr.splitlines()[-1]) == (code, "", f"{said}; {copy}/engines is not written")
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-1] == f"interrupted; {copy}/engines is not written"
     assert not (copy / "engines").exists()
-
-
-def test_a_terminal_sees_a_bar(copy: Path) -> None:
-    controller, terminal = pty.openpty()
-    process = subprocess.Popen(command("trt", copy, *RTX, *SMALL, "--force"), stdout=subprocess.PIPE, stderr=terminal)
-    os.close(terminal)
-    shown = b""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            shown += os.read(controller, 65536)
-        except OSError:  # Linux says so when the other side is closed
-            break
-    os.close(controller)
-    stdout, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert stdout.count(b"\n") == 1
-    assert b"building decoder_static" in shown
-    assert b"100%" in shown
 
 
 def test_without_a_gpu_an_engine_is_not_loaded(built: Path) -> None:
