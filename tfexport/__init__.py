@@ -31,28 +31,8 @@ if TYPE_CHECKING:
     from tfexport.model.model import Model as Model
     from tfexport.model.result import Result as Result
 
-_HOME = {
-    "load": "model.load",
-    "Model": "model.model",
-    "Result": "model.result",
-    "DecodeConfig": "generation",
-    "TfexportError": "errors",
-    "ServingError": "errors",
-    "QueueFull": "errors",
-    "EngineFailed": "errors",
-    "Draining": "errors",
-    "DeadlineExceeded": "errors",
-    "Cancelled": "errors",
-    "BackendError": "errors",
-    "BenchError": "errors",
-    "BundleError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "EngineError": "errors",
-    "GraphError": "errors",
-    "InputError": "errors",
-    "ParityError": "errors",
-}
+# Modules of public names; all others are in `errors`.
+_HOME = {"load": "model.load", "Model": "model.model", "Result": "model.result", "DecodeConfig": "generation"}
 __all__ = [
     "BackendError",
     "BenchError",
@@ -82,6 +62,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("tfexport")
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'tfexport' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tfexport.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"tfexport.{_HOME.get(name, 'errors')}"), name)

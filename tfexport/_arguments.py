@@ -20,11 +20,10 @@ def as_list(given: object) -> list[Any] | None:
     """
     if isinstance(given, _NO_LISTS) or not isinstance(given, Iterable):
         return None
-    dimensions, tolist = getattr(given, "ndim", None), getattr(given, "tolist", None)
-    if dimensions is None or tolist is None:
+    array: Any = given
+    if not hasattr(given, "ndim") or not hasattr(given, "tolist"):
         return list(given)
-    found: list[Any] | None = tolist() if dimensions == 1 else None
-    return found
+    return list(array.tolist()) if array.ndim == 1 else None
 
 
 def listed(subject: str, name: str, given: object, kind: str) -> list[Any]:
@@ -56,11 +55,7 @@ def is_one_of(value: object, allowed: Iterable[str | None]) -> bool:
 def check_call(
     subject: str, *, batch_size: object = 1, on_progress: object = None, cancel: object = None, **flags: object
 ) -> None:
-    """Check arguments that many calls have; `flags` must be bools.
-
-    Raises:
-        InputError: about `subject`, lists every wrong one.
-    """
+    """Check arguments that many calls have; `flags` must be bools. Raises an InputError that lists every wrong one."""
     problems = []
     if not (is_whole(batch_size) and batch_size >= 1):
         problems.append(f"batch_size is {shortened(batch_size)}, expected 1 or more")
@@ -68,11 +63,8 @@ def check_call(
         problems.append(f"on_progress is {shortened(on_progress)}, expected a function or None")
     if cancel is not None and not hasattr(type(cancel), "is_set"):
         problems.append(f"cancel is {shortened(cancel)}, expected a threading.Event or None")
-    problems += [
-        f"{name} is {shortened(flag)}, expected True or False"
-        for name, flag in flags.items()
-        if not isinstance(flag, bool)
-    ]
+    wrong = {name: flag for name, flag in flags.items() if not isinstance(flag, bool)}
+    problems += [f"{name} is {shortened(flag)}, expected True or False" for name, flag in wrong.items()]
     raise_all(InputError, subject, problems)
 
 

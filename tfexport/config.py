@@ -51,10 +51,7 @@ class Lt(Bound):
 
 @dataclass(frozen=True)
 class Match:
-    """A pattern that a text, or each text of a list, must match completely.
-
-    `expected` describes the pattern in errors.
-    """
+    """A pattern that a text, or each text of a list, must match completely; errors contain `expected`."""
 
     pattern: str
     expected: str
@@ -80,12 +77,7 @@ Sha256 = Annotated[str, Match("[0-9a-f]{64}", "64 hexadecimal digits")]
 class Setting:
     """A field of a configuration, for generating options or schemas.
 
-    Attributes:
-        name: of the field.
-        types: members of its type, without their annotations; several for a union.
-        bounds: of its numbers.
-        default: `dataclasses.MISSING` if the field is required.
-        help: one sentence; empty if the field has none.
+    `types` are the members of a union without annotations. `default` is `dataclasses.MISSING` if the field is required.
     """
 
     name: str
@@ -97,10 +89,7 @@ class Setting:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Config:
-    """Base class of configurations; subclasses become frozen dataclasses.
-
-    If all types are right, bounds are checked and `_problems` is called. Errors begin with `subject`.
-    """
+    """Base class of configurations; subclasses become frozen dataclasses. Errors begin with `subject`."""
 
     _subject: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -129,24 +118,12 @@ class Config:
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Convert an object of an earlier version to the format of this version.
-
-        Raises:
-            ConfigError: this version no longer supports it.
-        """
+        """Convert an object of an earlier version; raise a ConfigError if it is not supported any more."""
         return data
 
     @classmethod
     def from_dict(cls, data: object, *, subject: str = "config.json") -> Self:
-        """Read a configuration strictly.
-
-        Args:
-            data: a decoded JSON object.
-            subject: errors begin with it.
-
-        Raises:
-            ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
-        """
+        """Convert decoded JSON strictly; raises the errors of `read_as`."""
         return typing.cast(Self, read_as(cls, data, subject=subject))
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,14 +134,10 @@ class Config:
 def read_as(kind: Any, data: object, *, subject: str, place: str = "") -> Any:
     """Convert decoded JSON strictly to a type, such as `Mapping[str, Sha256]`.
 
-    Args:
-        kind: the type.
-        data: decoded JSON.
-        subject: errors begin with it.
-        place: of the value in the file; empty for the whole file.
+    `place` is the key of the value in the file; empty for the whole file.
 
     Raises:
-        ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
+        ConfigError: begins with `subject` and lists every unknown, missing, wrongly typed and contradictory value.
     """
     problems: list[str] = []
     value = _read_value(data, kind, place, problems)
@@ -176,9 +149,8 @@ def settings(cls: Any) -> list[Setting]:
     """Describe the fields of a configuration in their order."""
     found = []
     for name, kind, default in _typed(cls):
-        marks = list(_marks(kind))
-        bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
-        text = next((mark.text for mark in marks if isinstance(mark, Help)), "")
+        bounds = tuple(mark for mark in _marks(kind) if isinstance(mark, Bound))
+        text = next((mark.text for mark in _marks(kind) if isinstance(mark, Help)), "")
         found.append(Setting(name=name, types=options_of(kind), bounds=bounds, default=default, help=text))
     return found
 
@@ -191,12 +163,12 @@ def _read_object(cls: Any, data: object, place: str, problems: list[str]) -> Any
     if not isinstance(data, dict):
         problems.append(f"{place or 'the file'} is {shortened(data)}, expected an object")
         return None
+    prefix, before = f"{place}." if place else "", len(problems)
     try:
         data = cls._upgraded(data) if issubclass(cls, Config) else data
     except ConfigError as error:
         problems += _placed(place, error)
         return None
-    prefix, before = f"{place}." if place else "", len(problems)
     fields = _typed(cls)
     known = {name for name, _, _ in fields}
     problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in known]

@@ -140,11 +140,7 @@ class AlignmentHeads(Config, subject="alignment"):
             yield f"heads is {', '.join(map(str, self.heads))}, expected numbers from 0, once each"
 
     def within(self, spec: ModelSpec) -> Self:
-        """Resolve a negative layer and empty heads for a model.
-
-        Raises:
-            ConfigError: lists every layer and head that the model does not have.
-        """
+        """Resolve a negative layer and empty heads; raise a ConfigError if the model does not have them."""
         problems = []
         if not spec.has_decoder:
             problems.append("an encoder alone has no attention to a source; leave alignment out")
@@ -237,21 +233,24 @@ def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> 
 
     With `speculation` (contrib only), `logits_to_keep` is the number of last positions whose logits are returned.
     """
+    positions = {
+        "concat": [],
+        "static": [TensorSpec(CACHE_LENGTHS, "int64", ("rows",))],
+        "contrib": [
+            TensorSpec(POSITIONS, "int64", ("rows", "target_len")),
+            TensorSpec(LAST_POSITION, "int32", ("rows",)),
+            TensorSpec(TOTAL_LENGTH, "int32", (1,)),
+        ],
+    }
     inputs = [
         TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
         TensorSpec(SOURCE_MASK, "bool", ("batch", "source_len")),
         *_key_values(spec, "cross", "batch", "source_len"),
         *_key_values(spec, "past", "rows", "past_len" if form == "concat" else "capacity"),
+        *positions[form],
+        *([TensorSpec(LOGITS_TO_KEEP, "int64", (1,))] if speculation else []),
+        TensorSpec(NUM_CANDIDATES, "int64", (1,)),
     ]
-    if form == "static":
-        inputs.append(TensorSpec(CACHE_LENGTHS, "int64", ("rows",)))
-    if form == "contrib":
-        inputs.append(TensorSpec(POSITIONS, "int64", ("rows", "target_len")))
-        inputs.append(TensorSpec(LAST_POSITION, "int32", ("rows",)))
-        inputs.append(TensorSpec(TOTAL_LENGTH, "int32", (1,)))
-    if speculation:
-        inputs.append(TensorSpec(LOGITS_TO_KEEP, "int64", (1,)))
-    inputs.append(TensorSpec(NUM_CANDIDATES, "int64", (1,)))
     kept = KEPT if speculation else "rows"
     outputs = [
         TensorSpec(LOGITS, "float32", (kept, spec.vocab)),
@@ -289,13 +288,10 @@ def has_speculation(decoder: GraphSpec) -> bool:
 
 
 def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> GraphSpec:
-    """Return the contract of a bundle's graph by name, such as "decoder_static".
-
-    `speculation` applies only to the contrib decoder.
-    """
-    forms = {decoder: form for form, decoder in DECODER.items()}
-    if name in forms:
-        return decoder_graph(spec, forms[name], speculation=speculation and forms[name] == "contrib")
+    """Return the contract of a bundle's graph by name; `speculation` applies only to the contrib decoder."""
+    for form, decoder in DECODER.items():
+        if name == decoder:
+            return decoder_graph(spec, form, speculation=speculation and form == "contrib")
     if name == REORDER:
         return reorder_spec(spec.precision)
     return alignment_graph(spec) if name == ALIGNMENT else encoder_graph(spec)
@@ -304,10 +300,8 @@ def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> 
 def contract_problems(found: GraphSpec, expected: GraphSpec) -> list[str]:
     """List the differences between the inputs and outputs of a graph and a contract."""
     problems: list[str] = []
-    for kind, there, wanted in (
-        ("input", found.inputs, expected.inputs),
-        ("output", found.outputs, expected.outputs),
-    ):
+    sides = (("input", found.inputs, expected.inputs), ("output", found.outputs, expected.outputs))
+    for kind, there, wanted in sides:
         known, has = frozenset(wanted), frozenset(there)
         problems += [f"{kind} {tensor} is not in the contract" for tensor in there if tensor not in known]
         problems += [f"{kind} {tensor} is missing" for tensor in wanted if tensor not in has]

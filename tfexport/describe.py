@@ -53,21 +53,13 @@ def inspect_path(
     trusted_keys: Sequence[str | PathLike[str]] | None = None,
     for_here: bool = True,
 ) -> dict[str, Any]:
-    """Describe a bundle, a model directory or an ONNX file.
+    """Describe a bundle, a model directory or an ONNX file, which needs onnx.
 
-    If a writer was killed while replacing the directory, the previous one is restored.
-
-    Args:
-        path: a directory with manifest.json, one with config.json and model.safetensors, or an ONNX file (needs onnx).
-        trusted_keys: files of public keys, one of which must have signed the bundle; None accepts every bundle.
-        for_here: report whether engines can be used on this machine, which loads the GPU driver.
+    If a writer was killed while replacing the directory, the previous one is restored. Without `trusted_keys` every
+    bundle is accepted. `for_here` reports whether engines can be used on this machine, which loads the GPU driver.
 
     Returns:
         JSON values; `kind` is "bundle", "model" or "graph" and determines the other keys.
-
-    Raises:
-        TfexportError: the path is none of these, cannot be read, is damaged or not signed by a trusted key; or a
-            package is missing.
     """
     path = checked_path(path, "inspect")
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
@@ -90,8 +82,7 @@ def inspect_path(
 
 def describe(found: Mapping[str, Any]) -> list[str]:
     """Format the result of `inspect_path` as lines for the terminal."""
-    write = {"bundle": _bundle_lines, "model": _model_lines, "graph": _graph_lines}[found["kind"]]
-    return write(found)
+    return {"bundle": _bundle_lines, "model": _model_lines, "graph": _graph_lines}[found["kind"]](found)
 
 
 def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dict[str, Any]:
@@ -140,16 +131,14 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
         "config": config.to_dict(),
         "tensors": tensors,
-        "generation": _generation(path / GENERATION),
+        "generation": _defaults(path / GENERATION),
         "certificate": _certificate(path / CERTIFICATE),
         "files": {name: _file(entry) for name, entry in files.items()},
     }
 
 
-def _generation(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    return GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path)).given()
+def _defaults(path: Path) -> dict[str, Any]:
+    return GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path)).given() if path.exists() else {}
 
 
 def _certificate(path: Path) -> dict[str, Any] | None:
@@ -191,42 +180,40 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     spec, parity, narrow = found["spec"], found["parity"], found["quantization"]
     precision = f"{narrow['weights']} for {narrow['optimize_for']}" if narrow else spec["precision"]
     proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED its verification"
+    identity = [f"{name} {value}" for name, value in found["identity"].items() if value is not None]
+    module, origin = found["module"], found["provenance"]
     lines = [
         f"bundle {found['path']}: {found['model']}, {precision}, {_bytes(found['bytes'])}, {proof}",
-        *_identity_lines(found["identity"]),
+        *([f"  {', '.join(identity)}"] if identity else []),
         f"  sha256 {found['sha256']}",
         f"  {_SIGNATURES[found['signature']]}",
         f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
-        *_module_lines(found["module"]),
+        *([f"  of the module {module['name']}, weights sha256 {module['weights_sha256']}"] if module else []),
         *_checkpoint_lines(found),
-        *_provenance_lines(found["provenance"]),
+    ]
+    if origin:
+        proven = "proven" if origin["proven"] else "NOT PROVEN"
+        lines.append(f"  layout {origin['layout']}, {proven}; certificate sha256 {origin['certificate_sha256']}")
+    lines += [
         *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
         *("", "Tokens", *_table(_token_rows(spec["tokens"], found["tokenizers"]))),
     ]
     lines += _generation_lines(found)
     for name, graph in found["graphs"].items():
-        what = _alignment_text(found["alignment"]) if name == ALIGNMENT else ""
-        lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}{what}", *_tensor_table(graph)]
+        lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}"]
+        if name == ALIGNMENT:
+            layer, heads = found["alignment"]["layer"], found["alignment"]["heads"]
+            lines[-1] += f", attention of layer {layer}, heads {', '.join(map(str, heads))}"
+        lines += _tensor_table(graph)
     lines += ["", "Text", *_text_lines(found["text"], found["tokenizers"])]
     lines += ["", "Files", *_file_table(found["files"])]
     for name, engine in found["engines"].items():
         lines += ["", f"Engine {name}", *_engine_lines(engine)]
-    lines += (
-        ["", "Engines", *(f"  load refuses it: {problem}" for problem in found["unsealed"])]
-        if found["unsealed"]
-        else []
-    )
+    if found["unsealed"]:
+        lines += ["", "Engines", *(f"  load refuses it: {problem}" for problem in found["unsealed"])]
     if parity is not None:
         lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
     return lines
-
-
-def _module_lines(module: Mapping[str, Any] | None) -> list[str]:
-    return [f"  of the module {module['name']}, weights sha256 {module['weights_sha256']}"] if module else []
-
-
-def _alignment_text(named: Mapping[str, Any]) -> str:
-    return f", attention of layer {named['layer']}, heads {', '.join(map(str, named['heads']))}"
 
 
 def _tokenizers(bundle: Bundle) -> dict[str, Any]:
@@ -248,18 +235,6 @@ def _token_rows(ids: Mapping[str, int | None], tokenizers: Mapping[str, Any]) ->
         if number is not None:
             called = (json.dumps(one["tokens"][name], ensure_ascii=False) for one in tokenizers.values())
             yield name, number, " ".join(called)
-
-
-def _identity_lines(identity: Mapping[str, str | None]) -> list[str]:
-    said = [f"{name} {value}" for name, value in identity.items() if value is not None]
-    return [f"  {', '.join(said)}"] if said else []
-
-
-def _provenance_lines(provenance: Mapping[str, Any] | None) -> list[str]:
-    if provenance is None:
-        return []
-    proof = "proven" if provenance["proven"] else "NOT PROVEN"
-    return [f"  layout {provenance['layout']}, {proof}; certificate sha256 {provenance['certificate_sha256']}"]
 
 
 def _text_lines(text: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> list[str]:
@@ -346,15 +321,11 @@ def _tensor_table(graph: Mapping[str, Any]) -> list[str]:
         for tensor in tensors:
             stem, _, layer = tensor["name"].partition(".")
             groups.setdefault((side, stem, tensor["dtype"], _shape(tensor["shape"])), []).append(layer)
-    return _table(
-        (
-            side,
-            stem + (f".{layers[0]}" if layers[0] else "") + (f" … .{layers[-1]}" if layers[1:] else ""),
-            dtype,
-            shape,
-        )
-        for (side, stem, dtype, shape), layers in groups.items()
-    )
+    rows = []
+    for (side, stem, dtype, shape), layers in groups.items():
+        first, last = f".{layers[0]}" if layers[0] else "", f" … .{layers[-1]}" if layers[1:] else ""
+        rows.append((side, stem + first + last, dtype, shape))
+    return _table(rows)
 
 
 def _file_table(files: Mapping[str, Any]) -> list[str]:

@@ -36,11 +36,7 @@ class Library:
 class Backend:
     """The result of trying a backend on one device.
 
-    Attributes:
-        name: of the backend.
-        device: "cpu" or "cuda"; "gpu" for a backend that runs only on the GPU.
-        problem: why it does not work; empty if a trial computed the right result.
-        library: that it runs on.
+    `device` is "cpu" or "cuda", or "gpu" for a backend that runs only on the GPU. `problem` is empty if it works.
     """
 
     name: str
@@ -165,9 +161,8 @@ def _version_problems(libraries: list[Library]) -> list[Problem]:
     for library in libraries:
         if library.version is None:
             if not library.extra:
-                problems.append(
-                    Problem(f"{library.name} is not installed, and nothing works without it", library.install)
-                )
+                what = f"{library.name} is not installed, and nothing works without it"
+                problems.append(Problem(what, library.install))
         elif _numbers(library.version) < _numbers(library.minimum):
             what = f"{library.name} is {library.version}, expected {library.minimum} or newer"
             problems.append(Problem(what, f"pip install --upgrade '{library.name}>={library.minimum}'"))

@@ -47,11 +47,10 @@ class TfexportError(Exception):
     """Base class of all errors; the command line prints one line and exits with 1.
 
     Attributes:
-        subject: what was checked; the message begins with it. Empty if the message does not name it separately.
+        subject: what was checked; empty if the message does not name it separately.
         problems: every problem, including those that the message omits; a whole message is one problem.
-        remedy: how to fix it; the message ends with it. Empty if the problems contain their own.
-        indices: positions, from 0, of all wrong inputs of the call, including those that the message omits; empty if
-            the error is not about an input.
+        remedy: how to fix it; empty if the problems contain their own.
+        indices: positions, from 0, of all wrong inputs of the call, including those that the message omits.
     """
 
     def __init__(self, *problems: str, subject: str = "", remedy: str = "", indices: Iterable[int] = ()) -> None:
@@ -106,11 +105,7 @@ class ServingError(TfexportError):
 
 
 class QueueFull(ServingError):
-    """Too many requests are waiting.
-
-    Attributes:
-        retry_after_s: whole seconds after which to try again.
-    """
+    """Too many requests are waiting; try again after `retry_after_s` whole seconds."""
 
     def __init__(self, *problems: str, retry_after_s: int = 1) -> None:
         super().__init__(*problems)
@@ -169,8 +164,8 @@ def raised_by(error: BaseException) -> str:
     """Describe another library's error: type, first line and origin in the code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-    said = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return f"{type(error).__name__}: {said[:_SAID]}{where}"
+    reason = first_line(error) if str(error).strip() else "no reason given"
+    return f"{type(error).__name__}: {reason[:_SAID]}{where}"
 
 
 def _begun(value: Any, room: int) -> str:
@@ -209,17 +204,9 @@ def raise_all(
     remedy: str = "",
     indices: Iterable[int] = (),
 ) -> None:
-    """Raise one error that lists every problem; do nothing if there are no problems.
+    """Raise one error that lists every problem, each "what, got, expected, remedy"; do nothing if there are none.
 
-    Args:
-        error: class to raise.
-        subject: what was checked; the message begins with it.
-        problems: each "what, got, expected, remedy", without a final period.
-        remedy: for all problems, if they do not contain their own.
-        indices: positions of all wrong inputs, from 0; repeated for an input with several problems.
-
-    Raises:
-        TfexportError: of class `error`, if `problems` is not empty.
+    `remedy` is for all problems, if they do not contain their own. `indices` may repeat an input with several problems.
     """
     if problems:
         raise error(*problems, subject=subject, remedy=remedy, indices=indices)

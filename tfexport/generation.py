@@ -132,16 +132,13 @@ class DecodeConfig(Config, subject="decoding"):
         ]
 
     def _problems(self) -> list[str]:
-        return [*self._empty_problems(), *self._contradictions()]
-
-    def _empty_problems(self) -> list[str]:
         empty = [name for name in ("eos_token_id", "forced_eos_token_id") if getattr(self, name) == ()]
         problems = [f"{name} is empty, expected an id or several; leave it out" for name in empty]
         if "" in self.strings:
             problems.append("stop_strings has an empty text, which every text contains; take it out")
         if () in self.bad_words_ids:
             problems.append("bad_words_ids has an empty word, expected one id or more in each; take it out")
-        return problems
+        return [*problems, *self._contradictions()]
 
     def _contradictions(self) -> list[str]:
         problems = [
@@ -193,11 +190,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from the library's defaults, as JSON values."""
-        return {
-            field.name: value
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
-        }
+        return {name: value for name, value in self.to_dict().items() if value != getattr(DecodeConfig, name)}
 
     def within(self, max_target_length: int) -> Self:
         """Return the defaults for a model with this limit of target tokens."""
@@ -209,9 +202,6 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
 
         A default that does not fit the given options is dropped: an option of sampling or of beams without these, or a
         limit if another one is given.
-
-        Raises:
-            ConfigError: options are unknown, out of range or contradictory.
         """
         given = self._beside(options)
         try:

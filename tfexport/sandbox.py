@@ -23,15 +23,11 @@ def inspect_untrusted(
 ) -> dict[str, Any]:
     """Describe an untrusted path like `inspect_path`, in a subprocess with limits.
 
-    The subprocess has at most 2 GiB of memory and 300 s of CPU time and cannot write files. No graph is run.
-
-    Args:
-        path: a bundle, a model directory or an ONNX file.
-        trusted_keys: files of public keys, one of which must have signed the bundle; empty accepts every bundle.
+    The subprocess has at most 2 GiB of memory and 300 s of CPU time and cannot write files. No graph is run. Without
+    `trusted_keys` every bundle is accepted.
 
     Raises:
         InputError: the subprocess exceeded a limit or failed.
-        TfexportError: raised by `inspect_path`.
     """
     words = [os.fspath(checked_path(word, "inspect")) for word in (path, *trusted_keys)]
     try:
