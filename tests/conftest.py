@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DATES = ROOT / "models" / "dates"
+Once = Callable[[str, Callable[[Path], object]], Path]
 OPTIONAL = ("hypothesis", "transformers", "fastapi", "uvicorn", "prometheus_client", "httpx")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and their child processes with them.
@@ -54,7 +56,7 @@ def _one_thread_per_worker() -> None:
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Return a function that makes a path once for all workers: once(name, make) calls make(path) if it is missing."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -70,48 +72,42 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
     return make_once
 
 
+def exported(once: Once, name: str, source: str, **options: Any) -> Path:
+    """Export a source once for all workers, without verification."""
+    from tfexport.export import export_bundle
+    from tfexport.export.config import ExportConfig
+
+    return once(name, lambda path: export_bundle(source, path, ExportConfig(**options), verify=False))
+
+
 @pytest.fixture(scope="session")
-def dates_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+def dates_bundle(once: Once) -> Path:
     """Export models/dates in fp32; not to be changed."""
-    from tfexport.export import export_bundle
-    from tfexport.export.config import ExportConfig
-
-    return once("dates", lambda path: export_bundle(str(DATES), path, ExportConfig(), verify=False))
+    return exported(once, "dates", str(DATES))
 
 
 @pytest.fixture(scope="session")
-def dates_fp16(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+def dates_fp16(once: Once) -> Path:
     """Export models/dates in fp16; not to be changed."""
-    from tfexport.export import export_bundle
-    from tfexport.export.config import ExportConfig
-
-    config = ExportConfig(precision="fp16")
-    return once("dates-fp16", lambda path: export_bundle(str(DATES), path, config, verify=False))
+    return exported(once, "dates-fp16", str(DATES), precision="fp16")
 
 
 @pytest.fixture(scope="session")
-def dates_aligned(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """Export models/dates with the last layer's attention as alignment, for the CPU alone; not to be changed."""
+def dates_aligned(once: Once) -> Path:
+    """Export models/dates with the last layer's attention as alignment, only for the CPU; not to be changed."""
     from tfexport.contract import AlignmentHeads
-    from tfexport.export import export_bundle
-    from tfexport.export.config import ExportConfig
 
-    config = ExportConfig(forms=("contrib",), alignment=AlignmentHeads(layer=-1))
-    return once("dates-aligned", lambda path: export_bundle(str(DATES), path, config, verify=False))
+    return exported(once, "dates-aligned", str(DATES), forms=("contrib",), alignment=AlignmentHeads(layer=-1))
 
 
 @pytest.fixture(scope="session")
-def random_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """Export the preset tiny, of random weights, for the CPU alone: it ends texts late; not to be changed."""
-    from tfexport.export import export_bundle
-    from tfexport.export.config import ExportConfig
-
-    config = ExportConfig(forms=("contrib",))
-    return once("random", lambda path: export_bundle("preset:tiny", path, config, verify=False))
+def random_bundle(once: Once) -> Path:
+    """Export the preset tiny, of random weights, which ends texts late, only for the CPU; not to be changed."""
+    return exported(once, "random", "preset:tiny", forms=("contrib",))
 
 
 @pytest.fixture(scope="session")
-def variant(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Path]:
+def variant(once: Once) -> Callable[[str], Path]:
     """Return a function that exports a variant of `tests/tiny.py`, see `variant_bundle`; not to be changed."""
     from tests.runtime.exported import variant_bundle
 
@@ -119,7 +115,7 @@ def variant(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[
 
 
 @pytest.fixture(scope="session")
-def meetings(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+def meetings(once: Once) -> Path:
     """Export the model of `tests/meetings.py` with its guided head as alignment; not to be changed."""
     from tests.meetings import HEAD, made, trained
 

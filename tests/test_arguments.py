@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import collections
 import inspect
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 import tfexport
 from tests.decode.scripted import ScriptedSession, drawn
 from tfexport import ConfigError, DecodeConfig, InputError, Model, TfexportError
-from tfexport._arguments import as_list
 
 TEXT = "le 14 juillet 1989"
 
@@ -236,13 +234,3 @@ def test_what_is_refused_says_what_was_expected(model: Model, method: str, given
     with pytest.raises((InputError, ConfigError)) as refused:
         list(getattr(model, method)(**(GIVEN[method] | given)))
     assert says in str(refused.value)
-
-
-def test_what_is_a_list() -> None:
-    assert as_list(itertools.islice([1, 2, 3], 2)) == [1, 2]
-    assert as_list(np.array([1, 2])) == [1, 2]
-    assert {type(one) for one in as_list(np.array([1, 2], np.uint8)) or []} == {int}
-    assert as_list(array.array("b", [5])) == [5]
-    assert as_list(()) == []
-    for given in ("ab", b"ab", {1}, frozenset(), {}, {}.keys(), 5, None, np.array(5), np.array([[5]]), object()):
-        assert as_list(given) is None

@@ -7,6 +7,7 @@ import re
 import tracemalloc
 from array import array
 from collections import OrderedDict
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ CLASSES = {
 
 def test_the_drawing_has_every_class_its_parent_and_its_sentence() -> None:
     lines = re.findall(r"^(│   )?[├└]── (\w+) +(.+)$", errors.__doc__ or "", re.MULTILINE)
-    assert {name for _, name, _ in lines} | {"TfexportError"} == set(CLASSES)
+    assert {name for _, name, _ in lines} | {"TfexportError"} == set(CLASSES) <= set(tfexport.__all__)
     parent = TfexportError
     for nested, name, sentence in lines:
         if not nested:
@@ -47,13 +48,6 @@ def test_every_error_crosses_processes_whole() -> None:
     assert full.retry_after_s == 7
 
 
-def test_places_are_told_once_and_in_order() -> None:
-    with pytest.raises(InputError) as caught:
-        raise_all(InputError, "input", ["a", "b", "c"], indices=[4, 4, 7])
-    assert caught.value.indices == (4, 7)
-    assert TfexportError("x").indices == ()
-
-
 def test_an_error_carries_the_parts_of_its_message() -> None:
     error = InputError("a is 1, expected 2", "b is missing", subject="x.json", remedy="write it again")
     assert (error.subject, error.problems) == ("x.json", ("a is 1, expected 2", "b is missing"))
@@ -72,6 +66,9 @@ def test_the_message_has_twenty_problems_and_the_error_all() -> None:
     assert caught.value.problems == tuple(problems)
     assert str(caught.value).endswith("value 19 is wrong; and 3 more")
     raise_all(InputError, "input", [])
+    with pytest.raises(InputError) as caught:
+        raise_all(InputError, "input", ["a", "b", "c"], indices=[4, 4, 7])
+    assert caught.value.indices == (4, 7)
 
 
 @pytest.mark.parametrize(
@@ -86,25 +83,14 @@ def test_a_short_value_is_spelled_as_python_does(value: object) -> None:
     assert shortened([value] * 40) == (repr([value] * 40)[:80] + "…")
 
 
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
 MILLION = 10**6
 HUGE: dict[str, Any] = {
     "text": "a" * MILLION,
-    "bytes": b"a" * MILLION,
-    "list": list(range(MILLION)),
     "lists": [["a" * MILLION] * 1000] * 10,
     "dict": dict.fromkeys(range(MILLION)),
     "set": set(range(MILLION)),
-    "frozenset": frozenset(range(MILLION)),
     "array": array("i", [0]) * MILLION,
-    "views": dict.fromkeys(range(MILLION)).values(),
-    "deep": nested(50_000),
+    "deep": reduce(lambda inner, _: [inner], range(50_000), list[Any]()),
     "range": range(10**30),
     "number": 10**5000,
 }
@@ -121,11 +107,5 @@ def test_of_a_huge_value_only_the_beginning_is_looked_at(name: str) -> None:
         tracemalloc.stop()
     assert 0 < len(found) <= 81
     assert peak < 100_000
-    own = {"frozenset": "frozenset with 1000000 entries", "number": "int that cannot be spelled"}
-    own |= {"array": "array with 1000000 entries", "views": "dict_values with 1000000 entries"}
-    own |= {"range": "range(0, 1000000000000000000000000000000)"}
+    own = {"number": "int that cannot be spelled", "array": "array with 1000000 entries", "range": repr(HUGE["range"])}
     assert found == own.get(name, found[:80] + "…")
-
-
-def test_the_package_offers_every_error() -> None:
-    assert set(CLASSES) <= set(tfexport.__all__)

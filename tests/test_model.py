@@ -106,7 +106,6 @@ def test_a_bias_leaves_what_every_target_begins_with(model: Model) -> None:
 @pytest.mark.parametrize(
     ("strings", "text", "reason"),
     [
-        ("-", "1989-", "stop"),
         (["9-0", "14"], "1989-0", "stop"),
         (["x", "89"], "1989", "stop"),
         ("x", "1989-07-14", "eos"),

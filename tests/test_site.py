@@ -53,18 +53,12 @@ def test_every_page_is_built(site: Path) -> None:
         assert html.is_file(), html
 
 
-def test_nothing_comes_from_elsewhere(site: Path) -> None:
-    """No font, script, style or picture of another machine: it works offline, and tells nobody who reads."""
-    for page in site.rglob("*.html"):
-        found = [tag for tag in ELSEWHERE.findall(page.read_text(encoding="utf-8")) if 'rel="canonical"' not in tag]
-        assert not found, page
-    for style in site.rglob("*.css"):
-        assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style
-
-
-def test_code_is_shown_as_code(site: Path) -> None:
-    """A fence that the site does not understand would be shown with its backticks, a mark above it as text."""
+def test_nothing_comes_from_elsewhere_and_code_is_shown_as_code(site: Path) -> None:
+    """No font, script, style or picture of another machine; no fence or mark that the site does not understand."""
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
+        assert not [tag for tag in ELSEWHERE.findall(text) if 'rel="canonical"' not in tag], page
         assert "```" not in text, page
         assert not re.search(r"(?<!<code>)&lt;!-- (?:needs|runs):", text), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style

@@ -9,6 +9,7 @@ from tfexport.errors import ConfigError
 
 # Limits that count the start token and the prefix, and the same limits without them.
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+EndIds = TokenId | tuple[TokenId, ...] | None
 _OF_SAMPLES = ("temperature", "top_k", "top_p")
 _OF_BEAMS = ("length_penalty", "early_stopping")
 
@@ -22,73 +23,48 @@ class DecodeConfig(Config, subject="decoding"):
     their ids.
     """
 
-    max_new_tokens: Annotated[
-        int | None, Ge(1), Help("Most tokens to generate; as many as the model takes when not given.")
-    ] = None
-    max_length: Annotated[
-        int | None, Ge(2), Help("The same with start token and prefix; at most as many as the model takes.")
-    ] = None
+    max_new_tokens: Annotated[int | None, Ge(1), Help("Most tokens to generate; by default the model's limit.")] = None
+    max_length: Annotated[int | None, Ge(2), Help("The same with start token and prefix.")] = None
     min_new_tokens: Annotated[Count, Help("Fewest tokens before the text may end.")] = 0
     min_length: Annotated[Count, Help("The same with start token and prefix.")] = 0
     num_beams: Annotated[int, Ge(1), Le(64), Help("Beams of beam search; 1 is greedy.")] = 1
     length_penalty: Annotated[
-        float, Ge(-10), Le(10), Help("Exponent of the length in a beam's score; above 0 prefers longer texts.")
+        float, Ge(-10), Le(10), Help("Exponent of a beam's length; above 0 favors long texts.")
     ] = 1.0
     early_stopping: Annotated[
         bool | Literal["never"],
         Help("End beams at num-beams texts (true), when better is unlikely (false) or impossible (never)."),
     ] = False
     no_repeat_ngram_size: Annotated[Count, Help("Never repeat a sequence of this many tokens; 0 allows it.")] = 0
-    encoder_no_repeat_ngram_size: Annotated[
-        Count, Help("Never generate a sequence of this many tokens that the source has; 0 allows it.")
-    ] = 0
+    encoder_no_repeat_ngram_size: Annotated[Count, Help("Never copy this many tokens in a row from the source.")] = 0
     repetition_penalty: Annotated[
-        float, Ge(0.01), Le(100), Help("Divide the score of tokens that are there already; 1 changes nothing.")
+        float, Ge(0.01), Le(100), Help("Divide the score of tokens that the text has already.")
     ] = 1.0
     do_sample: Annotated[bool, Help("Draw tokens at random instead of taking the best.")] = False
     temperature: Annotated[
-        float, Ge(0.01), Le(100), Help("Flatten (above 1) or sharpen (below 1) the distribution that is drawn from.")
+        float, Ge(0.01), Le(100), Help("Flatten (above 1) or sharpen (below 1) the distribution.")
     ] = 1.0
     top_k: Annotated[Count, Help("Draw from this many best tokens; 0 from all.")] = 50
-    top_p: Annotated[
-        float, Gt(0), Le(1), Help("Draw from the fewest best tokens that have this probability together.")
-    ] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1), Help("Draw from the fewest best tokens with this total probability.")] = 1.0
     num_return_sequences: Annotated[int, Ge(1), Le(64), Help("Texts to return for each input, best first.")] = 1
     return_alternatives: Annotated[bool, Help("Continue each of the num-return-sequences best next tokens.")] = False
-    forced_bos_token_id: Annotated[
-        TokenId | None, Help("Id that every text begins with, or its token, such as fra_Latn.")
-    ] = None
-    forced_eos_token_id: Annotated[
-        TokenId | tuple[TokenId, ...] | None, Help("Id, or several, that a text at its limit ends with.")
-    ] = None
+    forced_bos_token_id: Annotated[TokenId | None, Help("Id, or token such as fra_Latn, that texts begin with.")] = None
+    forced_eos_token_id: Annotated[EndIds, Help("Id, or several, that a text at its limit ends with.")] = None
     suppress_tokens: Annotated[tuple[TokenId, ...], Help("Ids never to generate, such as 3,17.")] = ()
     bad_words_ids: Annotated[
-        tuple[tuple[TokenId, ...], ...],
-        Help("Ids never to generate one after the other, such as 3,17; give it again for more."),
+        tuple[tuple[TokenId, ...], ...], Help("Ids never to generate in a row, such as 3,17; give it again for more.")
     ] = ()
-    prefix_bias_beta: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Help("Draw texts towards --prefix, more the nearer to 1, and let them leave it; 0 forces it."),
-    ] = 0.0
-    eos_token_id: Annotated[
-        TokenId | tuple[TokenId, ...] | None,
-        Help("Ids that end a text, such as 2,17; the model's own when not given."),
-    ] = None
-    decoder_start_token_id: Annotated[
-        TokenId | None, Help("Id that the decoder reads first, or its token; the model's own when not given.")
-    ] = None
+    prefix_bias_beta: Annotated[float, Ge(0), Lt(1), Help("Draw texts towards --prefix, most near 1; 0 forces it.")] = (
+        0.0
+    )
+    eos_token_id: Annotated[EndIds, Help("Ids that end a text, such as 2,17; by default the model's own.")] = None
+    decoder_start_token_id: Annotated[TokenId | None, Help("Id, or token, that the decoder reads first.")] = None
     max_time: Annotated[float | None, Gt(0), Help("Seconds for a text, from when it joins the batch.")] = None
-    stop_strings: Annotated[
-        str | tuple[str, ...], Help("String that ends a text which contains it; give it again for more.")
-    ] = ()
-    replace_unknowns: Annotated[
-        bool, Help("Write the source token that an unknown token was read from; needs a bundle with --alignment.")
-    ] = False
-    prompt_lookup_num_tokens: Annotated[
-        int | None, Ge(1), Help("Most tokens to draft for one step, in a bundle with --speculation.")
-    ] = None
+    stop_strings: Annotated[str | tuple[str, ...], Help("String that ends a text; give it again for more.")] = ()
+    replace_unknowns: Annotated[bool, Help("Replace unknown tokens by those of the source; needs --alignment.")] = False
+    prompt_lookup_num_tokens: Annotated[int | None, Ge(1), Help("Most tokens to draft a step, with --speculation.")] = (
+        None
+    )
     seed: Annotated[Count, Help("Of sampling; the same seed draws the same texts.")] = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:

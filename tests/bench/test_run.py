@@ -19,9 +19,9 @@ import tfexport.verify
 from tests.bench import test_report as reports
 from tests.command import TFEXPORT, refuses, run
 from tfexport.bench.config import BenchConfig
-from tfexport.bench.run import MAX_TEXTS, bench_bundle, run_process
+from tfexport.bench.run import bench_bundle, run_process
 from tfexport.bundle.bundle import open_bundle
-from tfexport.errors import BenchError, InputError
+from tfexport.errors import BenchError
 
 # Small enough for a fraction of a second.
 
@@ -201,11 +201,6 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, canned: list[int]) -> None
     refuses(run("bench", tmp_path / "missing"), "there is no bundle")
     refuses(run("bench", "compare", tmp_path, tmp_path), "is not a plain file")
     assert canned == []
-
-
-def test_there_is_a_limit_on_texts(dates_bundle: Path, canned: list[int]) -> None:
-    with pytest.raises(InputError, match="10001 texts"):
-        bench_bundle(dates_bundle, BenchConfig(), texts=["1 May 2001"] * (MAX_TEXTS + 1), verify=False)
 
 
 def test_a_failed_measurement_leaves_the_old_report(

@@ -7,10 +7,13 @@ import statistics
 import sys
 from pathlib import Path
 
+import corpus as command
+import lengths
 import pytest
 from click.testing import CliRunner
+from lengths import LONGEST, SHORTEST, corpus
+from timing import Effort
 
-from tests.conftest import ROOT
 from tfexport.decode.offline import decode
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
@@ -18,13 +21,6 @@ from tfexport.generation import DecodeConfig
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import corpus as command
-import lengths
-from lengths import LONGEST, SHORTEST, corpus
-from timing import Effort
 
 NAME = f"tiny{lengths.SUFFIX}"
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import limits
 import numpy as np
 import pytest
+from bounds.caches import cache_bytes
+from bounds.products import bare_products
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
-from tests.conftest import ROOT
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import WEIGHTS
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import limits
-from bounds.caches import cache_bytes
-from bounds.products import bare_products
 
 WAYS = {
     "fp32": ExportConfig(forms=("contrib",)),

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from phrases.corpus import draw_pair, draw_phrase, language_token, write
+from phrases.templates import KINDS, LANGUAGES, PHRASES
+from phrases.training import TOKENS, build_tokenizer, held_out
 from tokenizers import Tokenizer
 
 import tfexport
 from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from phrases.corpus import draw_pair, draw_phrase, language_token, write
-from phrases.templates import KINDS, LANGUAGES, PHRASES
-from phrases.training import TOKENS, build_tokenizer, held_out
 
 
 @pytest.fixture(scope="module")

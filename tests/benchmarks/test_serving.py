@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import serving
+from click.testing import CliRunner
 from workers import BATCH_SIZE, Ledger, run_load
 
 

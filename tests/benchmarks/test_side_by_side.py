@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report
+import side_by_side
 import torch
 from click.testing import CliRunner
+from converters import Canonical, write_ctranslate2
+from runner import CTRANSLATE2, OURS, REVISION, ResultFile, Weights, agreement, read_result
+from side_by_side import PRECISIONS, SCHEMA, Setting, compare, matrix, taking_part
+from timing import Effort
 
 from tests.conftest import DATES, ROOT
 from tests.tiny import config, randomise
@@ -18,15 +24,6 @@ from tfexport.errors import BenchError
 from tfexport.nn.directory import save_model
 from tfexport.nn.presets import preset
 from tfexport.nn.transformer import Transformer
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import report
-import side_by_side
-from converters import Canonical, write_ctranslate2
-from runner import CTRANSLATE2, OURS, REVISION, ResultFile, Weights, agreement, read_result
-from side_by_side import PRECISIONS, SCHEMA, Setting, compare, matrix, taking_part
-from timing import Effort
 
 SMALL = Setting(model="dates", is_quantised=False, source_length=6, batch_size=2, num_beams=1, target_length=5)
 

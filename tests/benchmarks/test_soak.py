@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from click.testing import CliRunner
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import soak
+from click.testing import CliRunner
 
 
 def test_a_short_soak_finds_nothing_wrong(dates_bundle: Path, tmp_path: Path) -> None:

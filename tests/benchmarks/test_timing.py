@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import pytest
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 from timing import Effort, Ratio, Stopwatch, geometric_mean, interleaved, median, ratio, repeat
 
 

@@ -6,11 +6,13 @@ A closed loop makes one decoder call after another; an open loop sends requests 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import statistics
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import cycle
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -59,44 +61,33 @@ class Call:
     step_s: array[float]
 
 
-def _doubles() -> array[float]:
-    return array("d")
-
-
 @dataclass
 class Samples:
-    """The measurements of one cell in one process.
-
-    Arrays have one entry per request unless stated otherwise.
+    """The measurements of one cell in one process; arrays have one entry per request unless stated otherwise.
 
     Attributes:
         first_token_s: time from the call, or from the scheduled arrival, to the first token.
         latency_s: time from the call, or from the scheduled arrival, to the end.
         per_token_s: mean time per token after the first.
-        encode_s: encoder time of each call.
-        step_s: time of each step.
+        encode_s, step_s: time of each encoder call and of each step.
         queue_s: in the server scenario, time from submission until the request joined a batch.
         windows: tokens per second of each window, or median latency in the server scenario; used for stability.
-        busy_s: time inside calls, or of the whole run in the server scenario; the sum of `encoding_s`, `stepping_s`,
-            `reordering_s` and the rest.
+        busy_s: time inside calls, or of the whole run in the server scenario.
         slot_occupancy: mean share of slots that a step uses; None if unknown.
-        refused: number of refused requests.
         unserved: number of requests without an answer when the run was cancelled.
     """
 
-    first_token_s: array[float] = field(default_factory=_doubles)
-    latency_s: array[float] = field(default_factory=_doubles)
-    per_token_s: array[float] = field(default_factory=_doubles)
-    encode_s: array[float] = field(default_factory=_doubles)
-    step_s: array[float] = field(default_factory=_doubles)
-    queue_s: array[float] = field(default_factory=_doubles)
-    windows: array[float] = field(default_factory=_doubles)
+    first_token_s: array[float] = field(default_factory=partial(array, "d"))
+    latency_s: array[float] = field(default_factory=partial(array, "d"))
+    per_token_s: array[float] = field(default_factory=partial(array, "d"))
+    encode_s: array[float] = field(default_factory=partial(array, "d"))
+    step_s: array[float] = field(default_factory=partial(array, "d"))
+    queue_s: array[float] = field(default_factory=partial(array, "d"))
+    windows: array[float] = field(default_factory=partial(array, "d"))
     elapsed_s: float = 0.0
     busy_s: float = 0.0
-    encoding_s: float = 0.0
     stepping_s: float = 0.0
     reordering_s: float = 0.0
-    calls: int = 0
     sequences: int = 0
     source_tokens: int = 0
     tokens: int = 0
@@ -114,10 +105,8 @@ class Samples:
         if len(self.step_s) + len(call.step_s) <= MAX_STEPS:
             self.step_s.extend(call.step_s)
         self.busy_s += call.ended - call.began
-        self.encoding_s += call.encode_s
         self.stepping_s += sum(call.step_s)
         self.reordering_s += call.reorder_s
-        self.calls += 1
         self.sequences += call.sequences
         self.source_tokens += call.source_tokens
         self.tokens += call.tokens
@@ -130,24 +119,18 @@ class Samples:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Restore samples from `to_dict`."""
-        values: dict[str, Any] = {
-            name: array("d", value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return cls(**values)
+        return cls(**{name: array("d", value) if isinstance(value, list) else value for name, value in data.items()})
 
 
 # ---- the closed loop
 
 
 class TimedSession:
-    """Wrap a session and record the time of every call; not thread-safe.
-
-    All times are in seconds, since `restart`.
+    """Wrap a session and record the seconds of every call since `restart`; not thread-safe.
 
     Attributes:
         encode_s: time to add sources, which includes encoding and prefill.
         reorder_s: time to reorder and remove rows.
-        step_s: time of each step.
         first_step_ended: when the first step ended; 0 before that.
     """
 
@@ -262,7 +245,7 @@ def closed_loop(
     """
     samples, pool = Samples(), cycle(batches)
     began = now()
-    while len(samples.windows) < MIN_WINDOWS or (now() - began < seconds and samples.calls < MAX_REQUESTS):
+    while len(samples.windows) < MIN_WINDOWS or (now() - began < seconds and len(samples.latency_s) < MAX_REQUESTS):
         start, tokens, elapsed = now(), samples.tokens, 0.0
         while not elapsed or elapsed < seconds / WINDOWS:
             samples.add(call(next(pool)))
@@ -279,11 +262,7 @@ def closed_loop(
 class Answer:
     """The answer to one request, with times of the event loop.
 
-    Attributes:
-        first_token: when the first token arrived; None if unknown.
-        ended: when the answer was complete.
-        source_tokens: number of source tokens; 0 if unknown.
-        tokens: number of new tokens.
+    `first_token` is None and `source_tokens` is 0 if unknown.
     """
 
     first_token: float | None
@@ -305,18 +284,12 @@ def poisson(rate: float, seconds: float, seed: int) -> array[float]:
 
 
 async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[float]) -> Samples:
-    """Send requests on a schedule, without waiting for earlier answers.
+    """Send requests on a schedule, without waiting for earlier answers; repeat the sources.
 
     All times count from the scheduled arrival, so they include every wait. The run is cancelled if it takes twice the
-    length of the schedule and 10 seconds more.
+    length of the schedule and 10 seconds more. The windows are median latencies of equal numbers of arrivals.
 
-    Args:
-        ask: answers one source; raises `ServingError` if the request is refused.
-        sources: repeated in this order.
-        arrivals: seconds after the start, ascending.
-
-    Returns:
-        One request per answer; the windows are median latencies of equal numbers of arrivals.
+    `arrivals` are ascending seconds after the start. `ask` raises `ServingError` if a request is refused.
     """
     now = asyncio.get_running_loop().time
     began, samples, answers = now(), Samples(), list[tuple[float, Answer]]()
@@ -361,9 +334,8 @@ async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[floa
 
 def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int]]]:
     """Draw batches of random token ids without special tokens, from a seed."""
-    tokens = spec.tokens
-    special = {tokens.pad, tokens.start, tokens.eos, tokens.unk}
-    ordinary = np.array([token for token in range(spec.source_vocab) if token not in special] or [tokens.eos])
+    special = set(dataclasses.asdict(spec.tokens).values())
+    ordinary = np.array([token for token in range(spec.source_vocab) if token not in special] or [spec.tokens.eos])
     shape = (cell.batch_size or 1, cell.source_length or 1)
     count = max(1, min(_BATCHES, _MAX_TOKENS // (shape[0] * shape[1])))
     batches: list[list[list[int]]] = np.random.default_rng(seed).choice(ordinary, (count, *shape)).tolist()

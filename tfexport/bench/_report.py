@@ -23,21 +23,12 @@ _UNSEEN = "not seen from outside the server"
 
 
 def build_result(
-    config: BenchConfig,
-    found: Sequence[dict[str, Any]],
-    about: dict[str, Any],
-    parity: dict[str, Any],
+    config: BenchConfig, found: Sequence[dict[str, Any]], about: dict[str, Any], parity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build a report from the result of `measure` in each process.
+    """Build a report from a resolved configuration and the result of `measure` in each process.
 
-    Args:
-        config: with all sizes resolved.
-        found: the results.
-        about: `bundle`, `input` and `environment` of the report.
-        parity: `passed` and `source` of the report.
-
-    Returns:
-        The report; its `metrics` are those of the processes and of the cell with the highest token throughput.
+    `about` has the `bundle`, `input` and `environment` of the report. Its `metrics` are those of the processes and of
+    the cell with the highest token throughput.
     """
     cells = [
         _cell(config, cell, [Samples.from_dict(process["cells"][index]) for process in found])
@@ -109,17 +100,13 @@ def value(number: float | None, unit: str, per_process: Sequence[float] = (), no
 def distribution(samples: Sequence[Sequence[float]]) -> Metric:
     """Convert seconds of all processes to a metric in ms; p99 needs 1,000 samples."""
     pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
-    names = [f"p{percent}" for percent in PERCENTILES]
+    names = ("avg", "min", "max", "std", *(f"p{percent}" for percent in PERCENTILES))
     if not pooled.size:
-        empty = dict.fromkeys(("avg", "min", "max", "std", *names))
-        return {"unit": "ms", **empty, "count": 0, "per_process": [], "note": "no samples"}
+        return {"unit": "ms", **dict.fromkeys(names), "count": 0, "per_process": [], "note": "no samples"}
+    numbers = pooled.mean(), pooled.min(), pooled.max(), pooled.std(), *np.percentile(pooled, PERCENTILES)
     found: Metric = {
         "unit": "ms",
-        "avg": float(pooled.mean()),
-        "min": float(pooled.min()),
-        "max": float(pooled.max()),
-        "std": float(pooled.std()),
-        **dict(zip(names, map(float, np.percentile(pooled, PERCENTILES)), strict=True)),
+        **dict(zip(names, map(float, numbers), strict=True)),
         "count": pooled.size,
         "per_process": [float(np.median(values)) * 1e3 for values in samples if len(values)],
     }
@@ -171,11 +158,9 @@ def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str,
 
 def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     metrics = {}
-    for metric, name, unit, scale in (
-        ("load_time", "load_s", "ms", 1e3),
-        ("load_to_first_token", "load_to_first_token_s", "ms", 1e3),
-        ("peak_memory", "peak_memory_bytes", "MB", 1e-6),
-    ):
+    names = {"load_time": "load_s", "load_to_first_token": "load_to_first_token_s", "peak_memory": "peak_memory_bytes"}
+    for metric, name in names.items():
+        unit, scale = ("ms", 1e3) if name.endswith("_s") else ("MB", 1e-6)
         values = [process[name] * scale for process in found if name in process]
         metrics[metric] = value(statistics.median(values) if values else None, unit, values, "" if values else _UNSEEN)
     return metrics
@@ -196,7 +181,7 @@ def time_split(runs: Sequence[Samples]) -> dict[str, float]:
     if not busy:
         return {}
     shares = {
-        "encode": sum(run.encoding_s for run in runs) / busy,
+        "encode": sum(sum(run.encode_s) for run in runs) / busy,
         "step": sum(run.stepping_s for run in runs) / busy,
         "reorder": sum(run.reordering_s for run in runs) / busy,
     }

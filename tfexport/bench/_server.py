@@ -67,7 +67,6 @@ class Watch(Observer):
     def encoded(self, took_s: float) -> None:
         """Record a run of the encoder."""
         with self._lock:
-            self._samples.encoding_s += took_s
             self._samples.encode_s.append(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
@@ -82,7 +81,7 @@ class Watch(Observer):
     def add_to(self, samples: Samples, slots: int) -> None:
         """Add the record to the samples of an open loop."""
         with self._lock:
-            for name in ("queue_s", "encode_s", "step_s", "encoding_s", "stepping_s"):
+            for name in ("queue_s", "encode_s", "step_s", "stepping_s"):
                 setattr(samples, name, getattr(self._samples, name))
             samples.busy_s = samples.elapsed_s
             if self._num_steps:
@@ -127,10 +126,8 @@ class HttpCaller:
 
     def __init__(self, client: httpx.AsyncClient, model: str, decoding: DecodeConfig) -> None:
         self._client = client
-        self._parameters: dict[str, Any] = {"num_beams": decoding.num_beams}
-        if decoding.max_new_tokens is not None:
-            lengths = {"max_new_tokens": decoding.max_new_tokens, "min_new_tokens": decoding.min_new_tokens}
-            self._parameters |= lengths
+        options = ("num_beams", "max_new_tokens", "min_new_tokens")
+        self._parameters = {name: value for name in options if (value := getattr(decoding, name))}
         self._streams = decoding.num_beams == 1
         self._path = f"v2/models/{quote(model, safe='')}/generate" + ("_stream" if self._streams else "")
 
@@ -142,12 +139,7 @@ class HttpCaller:
         return Answer(arrived[0] if self._streams else None, now(), length, len(ids))
 
     async def ids(self, source: Source, on_data: Callable[[], None] = lambda: None) -> list[int]:
-        """Return the token ids of the best answer.
-
-        Raises:
-            ServingError: the server is busy, or ends the stream with an error.
-            BenchError: the server cannot be reached, or rejects the request.
-        """
+        """Return the token ids of the best answer; raise ServingError if the server is busy or the stream fails."""
         key = "text_input" if isinstance(source, str) else "input_ids"
         data = {key: source, "parameters": self._parameters}
         status, body = await exchange(self._client, "POST", self._path, data, on_data)
@@ -241,13 +233,7 @@ async def _measure_engine(
 async def measure_url(
     bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> dict[str, Any]:
-    """Measure a running server, for `measure`.
-
-    If `bundle` is given, the first answers are compared with it; `compared` is their number.
-
-    Raises:
-        ParityError: the answers of the server differ from those of the bundle.
-    """
+    """Measure a running server, for `measure`; compare its first answers with the bundle if one is given."""
     assert config.url
     (cell,), compared = config.cells, 0
     async with http_client(config.url, _token(config.token_file)) as client:
@@ -276,13 +262,12 @@ def _token(path: str | None) -> str | None:
 async def _compare(
     ask: HttpCaller, sources: Sequence[Source], model: Model, ids: Sequence[Sequence[int]], config: BenchConfig
 ) -> int:
-    answers = [await ask.ids(source) for source in sources]
     expected = model.generate_ids(ids, config=config.decoding(config.cells[0]))
-    for number, (answer, (best, *_)) in enumerate(zip(answers, expected, strict=True), 1):
-        if tuple(answer) != best.token_ids:
-            problem = f"answer {number} of {len(answers)} differs from that of the bundle"
+    for number, (source, (best, *_)) in enumerate(zip(sources, expected, strict=True), 1):
+        if tuple(await ask.ids(source)) != best.token_ids:
+            problem = f"answer {number} of {len(ids)} differs from that of the bundle"
             raise ParityError(f"{config.url}: {problem}; give the bundle that the server has loaded")
-    return len(answers)
+    return len(ids)
 
 
 async def _measured(

@@ -14,17 +14,12 @@ from tfexport.bench.show import grid, number
 from tfexport.errors import BenchError, ConfigError, raise_all, shortened
 
 MAX_BYTES = 16 * 1024 * 1024
+_SETTINGS = "backend device form engine batch_size source_length target_length num_beams rate input"
 # Two reports must agree in these fields, unless --vary names them.
 FIELDS = {
     "bundle": ("bundle", "sha256"),
     "scenario": ("scenario",),
-    **{
-        name: ("settings", name)
-        for name in ("backend", "device", "form", "engine", "batch_size", "source_length", "target_length")
-    },
-    "num_beams": ("settings", "num_beams"),
-    "rate": ("settings", "rate"),
-    "input": ("settings", "input"),
+    **{name: ("settings", name) for name in _SETTINGS.split()},
     "cpu": ("environment", "cpu"),
     "threads": ("environment", "threads"),
 }
@@ -45,10 +40,9 @@ _CONDITION = re.compile(r"([a-z_]{1,64})(?:\.(value|avg|min|max|p50|p90|p95|p99)
 
 @dataclass(frozen=True)
 class Condition:
-    """A change in percent that fails the comparison.
+    """A change in percent that fails the comparison, such as output_token_throughput<-5%.
 
-    An example is output_token_throughput<-5%. An empty `column` selects the value of a metric, or its p50 if it has no
-    value.
+    An empty `column` selects the value of a metric, or its p50 if it has no value.
     """
 
     metric: str
@@ -103,7 +97,6 @@ def compare(
 
     Raises:
         BenchError: the reports measure different things, are damaged, or lack the metric of a condition.
-        ConfigError: `vary` has an unknown field.
     """
     unknown = [f"{name} is unknown, expected one of {', '.join(FIELDS)}" for name in vary if name not in FIELDS]
     raise_all(ConfigError, "vary", unknown)

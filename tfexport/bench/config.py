@@ -67,15 +67,13 @@ class BenchConfig(Config, subject="bench"):
     target_length: Annotated[tuple[Length, ...], Help("New tokens of each text, exactly.")] = ()
     num_beams: Annotated[int, Ge(1), Le(64), Help("Beams of beam search; 1 is greedy.")] = 1
     rate: Annotated[float | None, Ge(0.01), Le(100_000), Help("Requests a second of the server scenario.")] = None
-    goal_ms: Annotated[
-        float | None, Ge(0.1), Le(3_600_000), Help("Milliseconds up to which an answer counts for goodput.")
-    ] = None
+    goal_ms: Annotated[float | None, Ge(0.1), Le(3_600_000), Help("Goodput counts answers within this many ms.")] = None
     slots: Annotated[Rows | None, Help("Rows that the server scenario decodes at once.")] = None
     url: Annotated[str | None, Help("Measure a running server, such as http://127.0.0.1:8000.")] = None
     model: Annotated[str | None, Help("Name of its model, if it has several.")] = None
     token_file: Annotated[str | None, Help("File whose first line is the bearer token of the server.")] = None
     duration: Annotated[
-        float | None, Ge(0.1), Le(600), Help("Seconds to measure in each process, for each combination in a sweep.")
+        float | None, Ge(0.1), Le(600), Help("Seconds to measure each combination in each process.")
     ] = None
     processes: Annotated[int, Ge(1), Le(20), Help("Fresh processes to measure in, one after another.")] = 3
     seed: Annotated[Count, Help("Seed of the random sources and arrivals.")] = 0

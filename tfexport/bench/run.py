@@ -58,9 +58,6 @@ def bench_bundle(
         The report of `build_result`, as JSON values.
 
     Raises:
-        BundleError: the bundle is missing or damaged.
-        ConfigError: a size is above a limit of the bundle, or a key is invalid.
-        InputError: the bundle has no decoder, a text is invalid, or there are no sources.
         ParityError: the outputs of the bundle or the server are wrong.
         BackendError: the backend does not work, or parity cannot be verified on this machine.
         BenchError: a process died, or a server cannot be reached.
@@ -81,13 +78,10 @@ def bench_bundle(
         found.append(run_process(folder, resolved, texts, number))
     if compared := found[0].get("compared"):
         parity = {"passed": True, "source": f"{compared} answers equal those of the bundle"}
-    about = {
-        "bundle": _about(bundle, path, found[0]),
-        "input": None
-        if texts is None
-        else {"texts": len(texts), "sha256": sha256("\n".join(texts).encode()).hexdigest()},
-        "environment": environment(found[0].get("threads", available_cores())),
-    }
+    about: dict[str, Any] = {"bundle": _about(bundle, path, found[0]), "input": None}
+    if texts is not None:
+        about["input"] = {"texts": len(texts), "sha256": sha256("\n".join(texts).encode()).hexdigest()}
+    about["environment"] = environment(found[0].get("threads", available_cores()))
     return build_result(resolved, found, about, parity)
 
 
@@ -202,8 +196,7 @@ def _measure_calls(
         else:
             batches = text_batches(sources, cell.batch_size, config.seed)
         first = call(batches[0])
-        if first_token_s is None:
-            first_token_s = load_s + first.first_token - first.began
+        first_token_s = first_token_s or load_s + first.first_token - first.began
         closed_loop(call, batches, min(_WARM_UP_S, config.duration / 5))
         cells.append(closed_loop(call, batches, config.duration).to_dict())
     return {"load_s": load_s, "load_to_first_token_s": first_token_s, "cells": cells}, model

@@ -14,18 +14,14 @@ class ImportConfig(Config, subject="import"):
     settings: Annotated[tuple[str, ...], Help("Switch or token id of the layout to set, such as norm_eps=1e-6.")] = ()
     source_prefix: Annotated[tuple[TokenId, ...], Help("Ids to add before the tokenized source.")] = ()
     source_suffix: Annotated[tuple[TokenId, ...], Help("Ids to add after it, such as the end token.")] = ()
-    target_prefix: Annotated[
-        tuple[TokenId, ...], Help("Ids that every target begins with, after the start token.")
-    ] = ()
-    source_language: Annotated[
-        str | None, Help("Language of the sources, as the tokenizer names it, such as eng_Latn.")
-    ] = None
+    target_prefix: Annotated[tuple[TokenId, ...], Help("Ids after the start token that begin every target.")] = ()
+    source_language: Annotated[str | None, Help("Language of the sources, as the tokenizer names it.")] = None
     target_language: Annotated[str | None, Help("Language of the outputs, unless a call names another.")] = None
     builtin: Annotated[bool, Help("Let auto choose a built-in layout.")] = True
     # Four times the most that any recorded model has needed.
-    search_budget: Annotated[
-        Size, Help("Most candidates that auto runs: mappings of the keys, each with a value for every switch.")
-    ] = 20_000
+    search_budget: Annotated[Size, Help("Most candidates that auto runs, each a mapping and values of switches.")] = (
+        20_000
+    )
     accept_unverified: Annotated[bool, Help("Accept what auto proposes without reference outputs.")] = False
 
     def _problems(self) -> list[str]:
