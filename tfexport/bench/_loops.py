@@ -12,7 +12,6 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from itertools import cycle
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -61,6 +60,10 @@ class Call:
     step_s: array[float]
 
 
+def _doubles() -> array[float]:
+    return array("d")
+
+
 @dataclass
 class Samples:
     """The measurements of one cell in one process; arrays have one entry per request unless stated otherwise.
@@ -77,13 +80,13 @@ class Samples:
         unserved: number of requests without an answer when the run was cancelled.
     """
 
-    first_token_s: array[float] = field(default_factory=partial(array, "d"))
-    latency_s: array[float] = field(default_factory=partial(array, "d"))
-    per_token_s: array[float] = field(default_factory=partial(array, "d"))
-    encode_s: array[float] = field(default_factory=partial(array, "d"))
-    step_s: array[float] = field(default_factory=partial(array, "d"))
-    queue_s: array[float] = field(default_factory=partial(array, "d"))
-    windows: array[float] = field(default_factory=partial(array, "d"))
+    first_token_s: array[float] = field(default_factory=_doubles)
+    latency_s: array[float] = field(default_factory=_doubles)
+    per_token_s: array[float] = field(default_factory=_doubles)
+    encode_s: array[float] = field(default_factory=_doubles)
+    step_s: array[float] = field(default_factory=_doubles)
+    queue_s: array[float] = field(default_factory=_doubles)
+    windows: array[float] = field(default_factory=_doubles)
     elapsed_s: float = 0.0
     busy_s: float = 0.0
     stepping_s: float = 0.0
@@ -119,7 +122,10 @@ class Samples:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Restore samples from `to_dict`."""
-        return cls(**{name: array("d", value) if isinstance(value, list) else value for name, value in data.items()})
+        values: dict[str, Any] = {
+            name: array("d", value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return cls(**values)
 
 
 # ---- the closed loop

@@ -1,4 +1,4 @@
-"""The command line: each command opens, makes one call into the library and prints."""
+"""The command line; each command makes one call into the library and prints the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of all commands: the one place where an error becomes one line and an exit code."""
+"""The group of all commands, which turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from tfexport.cli.process import EXIT_TERMINATED, Terminated, check_streams, ter
 from tfexport.errors import ParityError, TfexportError, printable
 
 EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED = 1, 2, 130
-# `tfexport` alone shows its help; before click 8.2 that is no error.
+# `tfexport` without a command shows its help; before click 8.2 that was not an error.
 _NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class Commands(click.Group):
-    """All commands, and the one place where an error becomes one line and an exit code."""
+    """The group of all commands, which turns errors into one line and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit.
 
-        The code is 0, 1 for an error, 2 when what was compared differs and for nothing else, 3 when rows of a file
-        that was written have errors, 130 on Ctrl-C and 143 on
-        SIGTERM.
+        The code is 0, 1 for an error, 2 only if compared outputs differ, 3 if rows of the written file have errors,
+        130 on Ctrl-C and 143 on SIGTERM.
         """
         try:
             check_streams()
@@ -51,7 +50,7 @@ class Commands(click.Group):
         except OSError as error:
             if not (_was_printing(error) or _stdout_fails()):
                 raise
-            # What is left in the buffer would fail once more, with a trace, when Python exits.
+            # Otherwise flushing the buffer at exit would fail again, with a trace.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             _tell(f"error: standard output cannot be written: {error.strerror}; redirect it elsewhere")
             code = EXIT_ERROR
@@ -72,7 +71,7 @@ class Commands(click.Group):
 
 
 def _tell(line: str) -> None:
-    """Write a line to standard error; where nobody can read it, the exit code says enough."""
+    """Write a line to standard error; if that fails, only the exit code reports the error."""
     with contextlib.suppress(OSError):
         click.echo(line, err=True)
 
@@ -82,13 +81,13 @@ def _with_notes(what: str, error: BaseException) -> str:
 
 
 def _was_printing(error: OSError) -> bool:
-    """Say whether it is what click raises from printing, as it does where nothing is buffered (PYTHONUNBUFFERED)."""
+    """Return whether click raised it from printing, as it does without a buffer (PYTHONUNBUFFERED)."""
     frames = traceback.walk_tb(error.__traceback__)
     return [frame.f_globals.get("__name__") for frame, _ in frames][-1] == "click.utils"
 
 
 def _stdout_fails() -> bool:
-    """Say whether standard output is what could not be written; what it failed to take is still in its buffer."""
+    """Return whether standard output cannot be written; unwritten data is still in its buffer."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -97,7 +96,7 @@ def _stdout_fails() -> bool:
 
 
 def _one_line(error: click.ClickException) -> str:
-    """Spell wrong usage, and where the right one is written."""
+    """Format a usage error with a hint to the help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     advice = f" See {context.command_path} --help." if context else ""
     return printable(" ".join(error.format_message().split()) + advice)

@@ -30,14 +30,14 @@ from tfexport.tensorrt.config import EngineConfig, Target
 
 @click.command("import")
 @click.argument("checkpoint", type=PATH)
-@click.option("--output", type=PATH, required=True, help="Model directory to make.")
-@click.option("--golden", type=PATH, help="What the original model computes, as recorded beside its code.")
+@click.option("--output", type=PATH, required=True, help="Model directory to write.")
+@click.option("--golden", type=PATH, help="Reference outputs of the original model, from `record`.")
 @config_options(ImportConfig, settings={"name": "--set", "metavar": "KEY=VALUE"})
 @click.option(
     "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, list of tokens, or Hugging Face directory."
 )
-@click.option("--target-tokenizer", type=PATH, help="The target's own, where --tokenizer is the source's alone.")
-@click.option("--force", is_flag=True, help="Replace a model directory that is there, once the new one is whole.")
+@click.option("--target-tokenizer", type=PATH, help="Tokenizer of the target, if --tokenizer is only for the source.")
+@click.option("--force", is_flag=True, help="Replace an existing model directory once the new one is complete.")
 def import_(
     checkpoint: Path,
     output: Path,
@@ -50,8 +50,8 @@ def import_(
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
     CHECKPOINT is a state dict in a safetensors file, sharded or not, or a file of torch.save, a folder of Lightning or
-    accelerate, or a Hugging Face directory of Marian, BART, T5 or their kin. With --golden the import is accepted only
-    when the original's outputs are reproduced.
+    accelerate, or a Hugging Face directory of Marian, BART, T5 or a similar family. With --golden the import is
+    accepted only if the original's outputs are reproduced.
     """
     settings = ImportConfig(**config)
     with says_whether_written(output):
@@ -86,19 +86,19 @@ def _heads(value: str) -> AlignmentHeads:
 
 @click.command()
 @click.argument("source")
-@click.option("--output", type=PATH, required=True, help="Bundle directory to make.")
+@click.option("--output", type=PATH, required=True, help="Bundle directory to write.")
 @config_options(
     ExportConfig,
     opset={"type": click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1])},
     alignment={"type": _heads, "metavar": "LAYER[:HEAD,…]"},
 )
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
-@click.option("--name", help="Of the model, for the manifest.")
-@click.option("--model-version", "version", help="Of the model, in numbers of your own, for the manifest.")
-@click.option("--license", help="Of the weights, such as Apache-2.0, for the manifest.")
-@click.option("--date", help="YYYY-MM-DD for the manifest, which has none otherwise.")
+@click.option("--name", help="Name of the model, for the manifest.")
+@click.option("--model-version", "version", help="Version of the model, in your own numbering, for the manifest.")
+@click.option("--license", help="License of the weights, such as Apache-2.0, for the manifest.")
+@click.option("--date", help="Date for the manifest, YYYY-MM-DD; by default it has none.")
 @sign_key_option
-@click.option("--force", is_flag=True, help="Replace a bundle that is there, once the new one is whole.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle once the new one is complete.")
 def onnx(
     source: str,
     output: Path,
@@ -156,7 +156,7 @@ def _target(_context: click.Context, _parameter: click.Parameter, value: str) ->
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
 @sign_key_option
 @trusted_keys_option
-@click.option("--force", is_flag=True, help="Replace an engine that is there, once the new one is whole.")
+@click.option("--force", is_flag=True, help="Replace an existing engine once the new one is complete.")
 @json_option
 def trt(
     bundle: Path,
@@ -169,7 +169,7 @@ def trt(
 ) -> None:
     """Build TensorRT engines from BUNDLE and put them into it.
 
-    An engine is named by target, form, precision and weights, and lies in engines/ of the bundle.
+    An engine is named after target, form, precision and weights, and is stored in engines/ of the bundle.
     """
     settings = EngineConfig(**config)
     from tfexport.tensorrt.pipeline import build_engines, estimate_engines

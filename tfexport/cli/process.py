@@ -1,4 +1,4 @@
-"""What a shell gives a process and takes from it: streams that may be closed, and signals."""
+"""Handle closed standard streams and signals."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come."""
+    """Raised in the main thread on SIGTERM."""
 
 
 def check_streams() -> None:
-    """Put /dev/null in the place of standard streams that are closed, before a file gets their number.
+    """Replace closed standard streams by /dev/null, before a file gets their number.
 
     Whatever a library wrote to such a stream would go into that file.
 
     Raises:
-        ClickException: standard output is closed, so what is printed would be lost.
+        ClickException: standard output is closed, so results would be lost.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    if sys.stderr is None:  # as Python has it where the stream is closed
+    if sys.stderr is None:  # Python's value for a closed stream
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - for as long as the process runs
     if sys.stdout is None:
         raise click.ClickException("standard output is closed; redirect it, for example to /dev/null")
@@ -40,18 +40,14 @@ def check_streams() -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM end what runs as Ctrl-C does, so that it clears up; a handler that there is already stays.
-
-    Raises:
-        Terminated: in the main thread, when SIGTERM comes.
-    """
+    """Raise `Terminated` on SIGTERM, so that the block cleans up as on Ctrl-C; keep an existing handler."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
     def terminate(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # once is enough: clearing up is not to be cut short
+        signal.signal(number, signal.SIG_IGN)  # do not interrupt the cleanup
         raise Terminated(EXIT_TERMINATED)
 
     signal.signal(signal.SIGTERM, terminate)
@@ -63,7 +59,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def says_whether_written(output: Path) -> Iterator[None]:
-    """Add to Ctrl-C and SIGTERM a note on whether the directory `output` was written before they came."""
+    """On Ctrl-C and SIGTERM, add a note on whether the directory `output` was written before."""
     before = _content(output)
     try:
         yield
@@ -77,7 +73,7 @@ def says_whether_written(output: Path) -> Iterator[None]:
 
 
 def _content(folder: Path) -> frozenset[tuple[str, int]]:
-    """Return names and inodes of what lies in a folder, but for what is hidden; nothing where it cannot be read."""
+    """Return names and inodes of visible entries of a folder; nothing if it cannot be read."""
     try:
         return frozenset((entry.name, entry.inode()) for entry in os.scandir(folder) if not entry.name.startswith("."))
     except OSError:
