@@ -283,16 +283,6 @@ def test_a_mistake_after_the_import_is_found_by_the_export(proven: Made, tmp_pat
     assert "text.json: unknown key suffix" in export(tmp_path / "m", tmp_path / "b", code=1).stderr
 
 
-def test_a_golden_keeps_texts_exactly(user: User) -> None:
-    text = read_golden(user.folder / "texts.golden.safetensors").text
-    assert text is not None
-    assert [sample.text for sample in text.samples] == user.inputs[:12]
-    for sample in text.samples:
-        assert list(sample.source_ids) == user.to_ids(sample.text)
-        assert sample.output == user.answer(sample.text)
-    assert read_golden(user.folder / "none.golden.safetensors").text is None
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

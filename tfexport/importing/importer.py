@@ -13,13 +13,14 @@ from pathlib import Path
 from torch import Tensor
 
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
-from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all, shortened
+from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
 from tfexport.importing._files import Checkpoint, read_checkpoint, without_prefix
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, Search, detect
-from tfexport.importing.huggingface import Family, as_loaded, families, family_of, read_settings, read_tokens
+from tfexport.importing.huggingface import Family, Reader, as_loaded, families, family_of, read_settings, read_tokens
 from tfexport.importing.huggingface.generation import read_generation
+from tfexport.importing.huggingface.tokenizer import tokenizer_names
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
 from tfexport.importing.layout.layout import (
     SIDES,
@@ -34,7 +35,7 @@ from tfexport.importing.reference.certificate import Certificate, certify, unpro
 from tfexport.importing.reference.compare import BASELINES, Comparison, compare, fitting_threads, tolerance
 from tfexport.importing.reference.golden import Golden, read_golden
 from tfexport.importing.reference.weights import check_weights, completed
-from tfexport.importing.text import ImportedText, Tokenizers, import_directory_text, import_text
+from tfexport.importing.text import ImportedText, Tokenizers, import_text
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import check_free, save_model
 from tfexport.nn.switches import Value
@@ -126,14 +127,15 @@ def import_checkpoint(
     family, settings = _family(checkpoint, config, given, has_golden=golden is not None, report=report)
     settings |= given
     if family:
-        checkpoint = replace(checkpoint, tensors=_as_loaded(family, checkpoint, checkpoint.tensors, report))
+        tensors = as_loaded(family, checkpoint.hf_config or {}, checkpoint.tensors, report)
+        checkpoint = replace(checkpoint, tensors=tensors)
     layout = _named_layout(config, checkpoint, family)
     proof = _proof(golden, path, checkpoint, family, report) if golden else None
     with fitting_threads(checkpoint.tensors.values()):
         if layout is None:
             budget = Budget(config.search_budget, report, partial(on_progress, "searching"))
             layout = _find_layout(config, checkpoint, proof, settings, budget, output, report)
-        layout, unknown = _with_tokens(_with_settings(layout, settings, proof), proof)
+        layout, unknown = _settled(layout, settings, proof)
         certificate = _certified(layout, proof, partial(on_progress, "certifying")) if proof else unproven(layout.name)
         canonical, notes = _apply(layout, checkpoint, proof)
         own_notes, has_own_weights = _compare_own_weights(layout, canonical, proof)
@@ -198,23 +200,13 @@ def _family(
                 "record a golden beside its code and give --golden, see docs/guides/hugging-face.md"
             )
         report(f"config.json: there is no layout for {shortened(hf.get('model_type'))}; only its tokens are used")
-        return None, read_tokens(hf, generation)
+        return None, read_tokens(Reader(hf), generation, ())
     if asked not in ("auto", family.layout(hf)):
         return None, {}
     report(f"config.json: the layout is {family.layout(hf)}")
     if unread := [name for name in family.unread if name in hf]:
         report(f"config.json: left out what transformers does not read: {', '.join(unread)}")
     return family, read_settings(family, hf, generation, checkpoint.tensors, given)
-
-
-def _as_loaded(
-    family: Family, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], report: Callable[[str], None]
-) -> Mapping[str, Tensor]:
-    notes: list[str] = []
-    tensors = as_loaded(family, checkpoint.hf_config or {}, tensors, notes)
-    for note in notes:
-        report(note)
-    return tensors
 
 
 def _named_layout(config: ImportConfig, checkpoint: Checkpoint, family: Family | None) -> Layout | None:
@@ -230,12 +222,20 @@ def _named_layout(config: ImportConfig, checkpoint: Checkpoint, family: Family |
     return read_layout(Path(name))
 
 
-def _with_settings(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -> Layout:
-    # The head count of the reference file applies only if no setting gives one.
+def _settled(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -> tuple[Layout, tuple[str, ...]]:
+    """Set switches, heads and tokens; also return what remains unverified."""
     layout = override(layout, settings)
-    heads = proof.golden.heads if proof else None
+    # The head count of the reference file applies only if no setting gives one.
     is_given = any(layout.switch("num_heads", side) is not None for side in SIDES)
-    return layout if is_given or heads is None else override(layout, {"num_heads": heads})
+    if proof and proof.golden.heads is not None and not is_given:
+        layout = override(layout, {"num_heads": proof.golden.heads})
+    missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
+    if not missing:
+        return layout, ()
+    pad = layout.tokens.get("pad", (proof.golden.pad_source if proof else None) or 0)
+    options = " ".join(f"--set tokens.{name}=ID" for name in missing)
+    note = f"tokens {', '.join(missing)} are not known and set to {pad}; before generating text import with {options}"
+    return override(layout, {f"tokens.{name}": pad for name in missing}), (note,)
 
 
 def _proof(
@@ -249,7 +249,9 @@ def _proof(
     if golden.state:
         report(f"{path}: has its own state dict, which the layout is proven on")
         state = without_prefix(golden.state, [])
-        return _Proof(path, golden, _as_loaded(family, checkpoint, state, lambda _: None) if family else state)
+        if family:
+            state = as_loaded(family, checkpoint.hf_config or {}, state, lambda _: None)
+        return _Proof(path, golden, state)
     if path.name.endswith(_GOLDEN_SUFFIX) and beside.is_file() and not beside.samefile(imported):
         report(f"{path}: was recorded with {beside.name}, which the layout is proven on")
         return _Proof(path, golden, read_checkpoint(beside).tensors)
@@ -267,10 +269,9 @@ def _find_layout(
 ) -> Layout:
     tensors = proof.wide if proof else checkpoint.tensors
     builtin = [one for one in builtin_layouts().values() if fits_names(one, tensors)] if config.builtin else []
-    for layout in builtin if proof else []:
-        if _fits(layout, settings, proof):
-            report(f"names and numbers fit the layout {layout.name}")
-            return layout
+    if proof and (layout := next((one for one in builtin if _fits(one, settings, proof)), None)):
+        report(f"names and numbers fit the layout {layout.name}")
+        return layout
     heads = settings.get("num_heads")
     found = detect(
         tensors,
@@ -294,12 +295,9 @@ def _find_layout(
     return found.layout
 
 
-def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -> bool:
-    if proof is None:
-        return False
+def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof) -> bool:
     try:
-        canonical = proof.apply(_with_tokens(_with_settings(layout, settings, proof), proof)[0])
-        found, wanted = proof.compare(layout, canonical)
+        found, wanted = proof.compare(layout, proof.apply(_settled(layout, settings, proof)[0]))
         return found.passed(wanted)
     except (CheckpointError, ConfigError, ParityError):
         return False
@@ -349,30 +347,16 @@ def _apply(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> tupl
     return canonical, [*notes, *([note] if note else [])]
 
 
-def _with_tokens(layout: Layout, proof: _Proof | None) -> tuple[Layout, tuple[str, ...]]:
-    missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
-    if not missing:
-        return layout, ()
-    pad = layout.tokens.get("pad", (proof.golden.pad_source if proof else None) or 0)
-    told = " ".join(f"--set tokens.{name}=ID" for name in missing)
-    note = (
-        f"tokens {', '.join(missing)} are not known: {pad} stands for them; before generating text import with {told}"
-    )
-    return override(layout, {f"tokens.{name}": pad for name in missing}), (note,)
-
-
 def _certified(layout: Layout, proof: _Proof, on_progress: Callable[[float], None]) -> Certificate:
     canonical = proof.apply(layout)
-    certificate = certify(canonical, proof.golden, layout.name, baseline=layout.baseline, on_progress=on_progress)
-    if not certificate.proven:
-        found, wanted = proof.compare(layout, canonical)
-        error = max(found.error, found.encoder_error or 0.0)
+    found, wanted = proof.compare(layout, canonical)
+    if not found.passed(wanted):
         raise ParityError(
-            f"layout {layout.name} does not reproduce the golden: error {error:.1e}, expected at most {wanted:.0e}; "
-            f"worst in row {found.row} at position {found.position}; {found.stage(wanted)} disagrees first; "
-            "check switches and heads, or let --layout auto search"
+            f"layout {layout.name} does not reproduce the golden: error {found.worst:.1e}, expected at most "
+            f"{wanted:.0e}; worst in row {found.row} at position {found.position}; {found.stage(wanted)} disagrees "
+            "first; check switches and heads, or let --layout auto search"
         )
-    return certificate
+    return certify(canonical, proof.golden, layout.name, baseline=layout.baseline, on_progress=on_progress)
 
 
 def _text(
@@ -395,10 +379,17 @@ def _text(
         if not is_directory:
             raise ConfigError("import: there is a language, but no tokenizer that has its id; give --tokenizer")
         source = path
-    if source is None and is_directory:
-        return import_directory_text(path, around, recorded, spec, has_own_weights=has_own_weights)
-    given = Tokenizers(source, target, config.source_language, config.target_language) if source else None
-    return import_text(given, around, recorded, spec, has_own_weights=has_own_weights)
+    names = tokenizer_names(path) if source is None and is_directory else ()
+    given = Tokenizers(source or path, target, config.source_language, config.target_language)
+    try:
+        text = import_text(given if source or names else None, around, recorded, spec, has_own_weights=has_own_weights)
+    except (BackendError, BundleError, CheckpointError) as error:
+        if source is not None:
+            raise
+        return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))
+    if names:
+        text = replace(text, notes=(f"the tokenizer is the directory's {', '.join(names)}", *text.notes))
+    return text
 
 
 def _generation(

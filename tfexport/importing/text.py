@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Inner
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport._io.process import limits_memory
 from tfexport.contract import ModelSpec
-from tfexport.errors import BackendError, BundleError, CheckpointError
-from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround, tokenizer_names
+from tfexport.errors import BundleError, CheckpointError
+from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
 from tfexport.importing.vocabulary import Side, tokenizer_json, vocabulary_size
 from tfexport.text.compare import fitted
 from tfexport.text.config import TextConfig
@@ -99,28 +99,6 @@ def import_text(
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
     return ImportedText(files, tokenizer, len(text.samples), generation, notes, unverified)
-
-
-def import_directory_text(
-    directory: Path,
-    given: TextConfig,
-    recorded: TextConfig | None,
-    spec: ModelSpec,
-    *,
-    has_own_weights: bool,
-) -> ImportedText:
-    """Import the tokenizer of a Hugging Face directory, if it fits.
-
-    If it does not fit, the result has no tokenizer and a note with the reason.
-    """
-    names = tokenizer_names(directory)
-    tokenizers = Tokenizers(directory) if names else None
-    try:
-        text = import_text(tokenizers, given, recorded, spec, has_own_weights=has_own_weights)
-    except (BackendError, BundleError, CheckpointError) as error:
-        return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))
-    first = [f"the tokenizer is the directory's {', '.join(names)}"] if names else []
-    return replace(text, notes=(*first, *text.notes))
 
 
 def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, bytes], list[str]]:

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from tests import tiny
 from tests.importing.huggingface.published_configs import CONFIGS
+from tfexport.generation import GenerationDefaults
+from tfexport.nn.config import model_spec
+from tfexport.nn.directory import load_model
+from tfexport.text.config import TextConfig
+from tfexport.text.tokenizer import Tokenizer
 
-# As Google's files were converted: with a weight that no model has, and the tied one once.
-FIRST_T5 = ("t5-small", "t5-base", "t5-large")
 UNUSED_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 CLASSES = {
     "marian": "MarianMTModel",
@@ -56,14 +59,14 @@ def write(folder: Path, name: str, generation: Mapping[str, Any] | None = None, 
 def as_published(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name weights as the published file does."""
     tensors = dict(state)
-    if name in FIRST_T5:
+    if name == "t5-small":  # as Google's files were converted
         used = tensors["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
         tensors[UNUSED_BIAS] = torch.randn_like(used)
     if name == "bart-large-cnn":
         tensors |= {f"model.{side}.version": torch.tensor([2.0]) for side in ("encoder", "decoder")}
     if name == "bart-base":
         tensors = {key.removeprefix("model."): t for key, t in tensors.items() if key.startswith("model.")}
-    if name.startswith(("opus-mt", "bart-large-cnn")) or name in FIRST_T5:
+    if name.startswith(("opus-mt", "bart-large-cnn", "t5-small")):
         del tensors["lm_head.weight"]
     return tensors
 
@@ -85,3 +88,15 @@ def load(folder: Path) -> Any:
         # transformers 5 scales its logits whatever the file says; 4 did not, and so the published ones were trained.
         model.config.tie_word_embeddings = config.get("tie_word_embeddings", True)
     return model
+
+
+def opened(made: Path) -> tuple[Tokenizer, GenerationDefaults]:
+    """Load the tokenizer and the generation defaults of an imported model."""
+    path, target = made / "generation.json", made / "target_tokenizer.json"
+    tokenizer = Tokenizer.load(
+        made / "tokenizer.json",
+        model_spec(load_model(made).config, "fp32"),
+        target=target if target.exists() else None,
+        text=TextConfig.from_dict(json.loads((made / "text.json").read_text())),
+    )
+    return tokenizer, GenerationDefaults.from_dict(json.loads(path.read_text()) if path.exists() else {})

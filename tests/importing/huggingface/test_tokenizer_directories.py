@@ -54,7 +54,7 @@ def spec(size: int, **tokens: int) -> ModelSpec:
 def marian(folder: Path, *, kind: str = "unigram", separate: bool = False) -> tuple[Any, ModelSpec]:
     """A shared vocabulary has the pieces of both sides, but those that are rare, as Marian's vocabularies have."""
     source = train(folder / "source.spm", kind)
-    target = train(folder / "target.spm", kind, [line.upper().replace("A", "Ä") for line in LINES])
+    target = train(folder / "target.spm", kind, [line.upper().replace("J", "Ä") for line in LINES])
     ours = [piece for piece in [*source[3::2], *source[4::2]] if piece not in source[50:60]]
     theirs = [piece for piece in target[3:] if separate or piece not in ours]
     sides = [["</s>", "<unk>", *ours, "<pad>"], ["</s>", "<unk>", *theirs, "<pad>"]]

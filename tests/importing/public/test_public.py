@@ -5,32 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from models.from_scratch.ajhalthor import Ajhalthor
-from models.from_scratch.aladdinpersson import AladdinPersson
-from models.from_scratch.d2l import D2l
-from models.from_scratch.devjwsong import Devjwsong
-from models.from_scratch.dreamgonfly import Dreamgonfly
-from models.from_scratch.feather_ai import FeatherAi
-from models.from_scratch.graykode import Graykode
-from models.from_scratch.jadore801120 import Jadore801120
-from models.from_scratch.jayparks import JayParks
 from models.from_scratch.joeynmt import JoeyNmt
-from models.from_scratch.labml import Labml
 from models.from_scratch.leviswind import Leviswind
 from models.from_scratch.parts import HEADS, SOURCE, TARGET
-from models.from_scratch.samlynnevans import SamLynnEvans
-from models.from_scratch.sgrvinod import Sgrvinod
-from models.from_scratch.sooftware import Sooftware
 from models.from_scratch.tunz import Tunz
-from models.from_scratch.wmathor import Wmathor
-from models.from_scratch.x_transformers import XTransformers
+from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError
+from tfexport.generation import DecodeConfig
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect.search import Budget, detect
 from tfexport.importing.importer import import_checkpoint
@@ -39,25 +27,16 @@ from tfexport.importing.layout.layout import builtin_layouts
 from tfexport.importing.reference.golden import Golden, record
 from tfexport.nn.directory import load_model
 from tfexport.nn.switches import Value
+from tfexport.runtime.eager import EagerSession
 
+_CLASSES = """
+aladdinpersson.AladdinPersson ajhalthor.Ajhalthor d2l.D2l devjwsong.Devjwsong dreamgonfly.Dreamgonfly
+feather_ai.FeatherAi graykode.Graykode jadore801120.Jadore801120 jayparks.JayParks joeynmt.JoeyNmt labml.Labml
+samlynnevans.SamLynnEvans sgrvinod.Sgrvinod sooftware.Sooftware tunz.Tunz wmathor.Wmathor x_transformers.XTransformers
+""".split()
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "aladdinpersson": AladdinPersson,
-    "ajhalthor": Ajhalthor,
-    "d2l": D2l,
-    "devjwsong": Devjwsong,
-    "dreamgonfly": Dreamgonfly,
-    "feather_ai": FeatherAi,
-    "graykode": Graykode,
-    "jadore801120": Jadore801120,
-    "jayparks": JayParks,
-    "joeynmt": JoeyNmt,
-    "labml": Labml,
-    "samlynnevans": SamLynnEvans,
-    "sgrvinod": Sgrvinod,
-    "sooftware": Sooftware,
-    "tunz": Tunz,
-    "wmathor": Wmathor,
-    "x_transformers": XTransformers,
+    module: getattr(import_module(f"models.from_scratch.{module}"), name)
+    for module, name in (path.split(".") for path in _CLASSES)
 }
 # Made with an option of its code.
 SETTINGS = {
@@ -186,3 +165,33 @@ def test_a_golden_tells_what_no_key_does(
     assert search.accepted
     assert search.best is not None
     assert line in (*search.best.layout.map, *search.best.layout.post)
+
+
+def test_a_decoder_that_starts_from_zeros_decodes_as_the_original(tmp_path: Path) -> None:
+    """The `forward` of Tunz puts zeros in the place of the first id."""
+    torch.manual_seed(0)
+    model, pad, eos = Tunz().double().eval(), 1, 2
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # A shared table of large rows would repeat each token.
+            parameter.mul_(0.05 if "embedding" in name else 4.0)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "model", ImportConfig(layout="tunz", heads=HEADS))
+    imported = load_model(tmp_path / "model")
+    assert imported.config.tokens.start == pad
+    assert not imported.config.tie_output, "the output keeps its row of the padding"
+
+    def greedy(source: list[int]) -> list[int]:
+        ids = torch.tensor([source])
+        tokens: list[int] = []
+        while len(tokens) < 10 and eos not in tokens:
+            target = torch.tensor([[pad, *tokens]])
+            with torch.no_grad():
+                tokens.append(int(model(ids, torch.ones_like(ids, dtype=torch.bool), target)[0, -1].argmax()))
+        return tokens
+
+    sources = [torch.randint(3, TARGET, (n,)).tolist() for n in range(1, 9)]
+    expected = [greedy(source) for source in sources]
+    ours = decode(EagerSession(imported), sources, DecodeConfig(max_new_tokens=10))
+    assert [list(best.token_ids) for (best,) in ours] == expected
+    assert len({tuple(text) for text in expected}) > 4, "texts differ"

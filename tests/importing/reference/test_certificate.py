@@ -40,7 +40,7 @@ def made(config: Any, *, padded: bool = True) -> tuple[Canonical, Golden]:
     golden: dict[str, Any] = {"source_ids": source_ids, "source_mask": source_mask}
     with torch.no_grad():
         if config.decoder is None:
-            golden |= {"hidden_states": model.hidden_states(source_ids, source_mask), "outputs": "hidden_states"}
+            golden |= {"hidden_states": model.hidden_states(source_ids, source_mask)}
         else:
             keep = torch.ones_like(target_ids, dtype=torch.bool)
             logits = model(source_ids, source_mask, target_ids)
@@ -124,31 +124,14 @@ def test_equal_norms_hide_nothing_but_what_they_are() -> None:
     assert about(certificate) >= {*hidden, "activation"}
 
 
-def swapped(one: str, other: str) -> Callable[[Canonical], Canonical]:
-    def mutate(canonical: Canonical) -> Canonical:
-        names = {one: other, other: one}
+def swapped(one: str, other: str, side: str = "") -> Callable[[Canonical], Canonical]:
+    names = {f".{one}.": f".{other}.", f".{other}.": f".{one}."}
 
-        def renamed(name: str) -> str:
-            for here, there in names.items():
-                if f".{here}." in name:
-                    return name.replace(f".{here}.", f".{there}.")
-            return name
+    def renamed(name: str) -> str:
+        here = next((here for here in names if here in name and name.startswith(side)), "")
+        return name.replace(here, names[here]) if here else name
 
-        return replace(canonical, tensors={renamed(name): tensor for name, tensor in canonical.tensors.items()})
-
-    return mutate
-
-
-def configured(**changes: Any) -> Callable[[Canonical], Canonical]:
-    return lambda canonical: replace(canonical, config=replace(canonical.config, **changes))
-
-
-def placed(side: str, place: str) -> Callable[[Canonical], Canonical]:
-    def mutate(canonical: Canonical) -> Canonical:
-        stack = replace(getattr(canonical.config, side), norm_place=place)
-        return replace(canonical, config=replace(canonical.config, **{side: stack}))
-
-    return mutate
+    return lambda canonical: replace(canonical, tensors={renamed(n): tensor for n, tensor in canonical.tensors.items()})
 
 
 def zeroed(name: str) -> Callable[[Canonical], Canonical]:
@@ -161,15 +144,9 @@ MUTATIONS: dict[str, Callable[[Canonical], Canonical]] = {
     "norms swapped": swapped("norm1", "norm2"),
     "k and v swapped": swapped("k", "v"),
     "q and o swapped": swapped("q", "o"),
-    "self and cross swapped": swapped("self", "cross"),
+    "self and cross swapped": swapped("self", "cross", "dec."),
     "layers swapped": swapped("0", "1"),
-    "eps": configured(norm_eps=1e-6),
-    "activation": configured(activation="gelu"),
-    "embedding scale": configured(embedding_scale=2.0),
-    "attention scale": configured(attention_scale=32**-0.5),
-    "norm kind": configured(norm="std"),
-    "encoder placement": placed("encoder", "pre"),
-    "decoder placement": placed("decoder", "pre"),
+    "embedding scale": lambda canonical: replace(canonical, config=replace(canonical.config, embedding_scale=2.0)),
     "v bias": zeroed("v.bias"),
     "output bias": zeroed("out.bias"),
     "positions": zeroed("dec.pos"),
@@ -179,32 +156,10 @@ MUTATIONS: dict[str, Callable[[Canonical], Canonical]] = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_not_proven(name: str) -> None:
     canonical, golden = made(tiny.VARIANTS["post"])
-    if name == "self and cross swapped":  # an encoder has no cross-attention
-        tensors = {n: t for n, t in canonical.tensors.items() if n.startswith("dec.")}
-        both = MUTATIONS[name](replace(canonical, tensors=tensors)).tensors
-        mutated = replace(canonical, tensors={**canonical.tensors, **both})
-    else:
-        mutated = MUTATIONS[name](canonical)
-    certificate = certify(mutated, golden, name)
+    certificate = certify(MUTATIONS[name](canonical), golden, name)
     assert not certificate.proven
     assert certificate.error is not None
     assert certificate.error > 100 * 1e-9
-
-
-def without(**changes: Any) -> Callable[[Canonical], Canonical]:
-    """Leave a part out, with its tensors; encoder and decoder take changes of their own."""
-
-    def mutate(canonical: Canonical) -> Canonical:
-        of_sides = {
-            side: replace(getattr(canonical.config, side), **changes[side])
-            for side in ("encoder", "decoder")
-            if side in changes
-        }
-        config = replace(canonical.config, **{**changes, **of_sides})
-        names = set(Transformer(config).state_dict())
-        return replace(canonical, config=config, tensors={n: canonical.tensors[n] for n in names})
-
-    return mutate
 
 
 def shared_in_turn(canonical: Canonical) -> Canonical:
@@ -219,37 +174,10 @@ def shared_in_turn(canonical: Canonical) -> Canonical:
     return replace(canonical, config=replace(canonical.config, encoder=encoder), tensors=tensors)
 
 
-DROPPED: dict[str, tuple[str, Callable[[Canonical], Canonical]]] = {
-    "rotary positions": ("modern", without(positions="none")),
-    "rotary base": ("modern", without(rotary_base=10000.0)),
-    "rotary dim": ("modern", without(rotary_dim=None)),
-    "rotary pairs": ("modern", without(rotary_pairs="halves")),
-    "rotary of cross-attention": ("modern", without(rotary_cross=False)),
-    "norms of each head": ("modern", without(qk_norm="none")),
-    "second norms": ("modern", without(encoder={"norm_place": "pre"})),
-    "logits level off": ("modern", without(logit_softcap=0.0)),
-    "heads share side by side": ("modern", shared_in_turn),
-    "norms of all heads": ("mixed", without(qk_norm="none")),
-    "alibi": ("mixed", without(relative_bias="none")),
-    "relu squared": ("mixed", without(activation="relu")),
-    "scores level off": ("t5", without(attention_softcap=0.0)),
-    "relative bias": ("t5", without(relative_bias="none")),
-}
-
-
-@pytest.mark.parametrize("name", DROPPED)
-def test_a_part_that_is_dropped_is_not_proven(name: str) -> None:
-    variant, mutate = DROPPED[name]
-    canonical, golden = made(tiny.VARIANTS[variant])
-    comparator = Comparator(mutated := mutate(canonical), golden)
+def test_heads_that_share_keys_in_another_order_are_noticed() -> None:
+    canonical, golden = made(tiny.VARIANTS["modern"])
+    comparator = Comparator(mutated := shared_in_turn(canonical), golden)
     assert comparator.compare(mutated.config).worst > 100 * 1e-9
-
-
-def test_what_cannot_matter_is_proven_and_listed() -> None:
-    canonical, golden = made(tiny.VARIANTS["post"])
-    certificate = certify(zeroed("k.bias")(canonical), golden, "k")
-    assert certificate.proven
-    assert about(certificate) >= K_BIASES
 
 
 def test_it_is_small_json_and_shown(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer as Inner
 from torch import Tensor
 
+from tfexport._arguments import is_whole
 from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError, raise_all, shortened
 from tfexport.nn.switches import Value
@@ -52,7 +53,7 @@ class Reader:
     def whole(self, name: str) -> int:
         """Return a non-negative integer, or record a problem and return 0."""
         value = self.config.get(name)
-        if isinstance(value, int) and is_whole(value):
+        if is_whole(value) and value >= 0:
             return value
         self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected a whole number")
         return 0
@@ -63,11 +64,6 @@ class Reader:
             return {"activation": _ACTIVATIONS[value]}
         self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
         return {}
-
-
-def is_whole(value: Any) -> bool:
-    """Return whether a value is a non-negative integer and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)
@@ -128,44 +124,44 @@ def read_settings(
     stored position table needs no length. `given` are settings of the user, which replace the file's.
     """
     reader = Reader(config)
-    found = family.settings(reader, keys) | _tokens(reader, generation, given)
+    found = family.settings(reader, keys) | read_tokens(reader, generation, given)
     raise_all(CheckpointError, "config.json", reader.problems)
     return found
 
 
-def read_tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Value]:
+def read_tokens(reader: Reader, generation: Mapping[str, Any], given: Collection[str]) -> dict[str, Value]:
     """Read the token ids of a directory of any family as settings."""
-    return _tokens(Reader(config), generation, ())
-
-
-def _tokens(reader: Reader, generation: Mapping[str, Any], given: Collection[str]) -> dict[str, Value]:
     decoder = reader.config.get("decoder")
     of_decoder = {"decoder_start_token_id": None, **decoder} if isinstance(decoder, dict) else {}
     said = {**of_decoder, **reader.config, **{name: value for name, value in generation.items() if value is not None}}
-    if said.get("decoder_start_token_id", 0) is None and is_whole(said.get("bos_token_id")):
+    if said.get("decoder_start_token_id", 0) is None and _is_token(said.get("bos_token_id")):
         said["decoder_start_token_id"] = said["bos_token_id"]  # as `generate` does
     found: dict[str, Value] = {}
     for ours, theirs in _TOKENS.items():
         value = said.get(theirs)
         if theirs == "eos_token_id" and isinstance(value, list) and value:
             value = value[0]  # the model has one end token; generation uses all of them
-        if is_whole(value):
+        if _is_token(value):
             found[f"tokens.{ours}"] = value
         elif theirs in said and f"tokens.{ours}" not in given:
             reader.problems.append(
                 f"{theirs} is {shortened(value)}, expected a whole number; give --set tokens.{ours}=ID"
             )
     unknown = said.get("unk_token_id")
-    return found | ({"tokens.unk": unknown} if is_whole(unknown) else {})
+    return found | ({"tokens.unk": unknown} if _is_token(unknown) else {})
+
+
+def _is_token(value: Any) -> bool:
+    return is_whole(value) and value >= 0
 
 
 def as_loaded(
-    family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: list[str]
+    family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor], report: Callable[[str], None]
 ) -> Mapping[str, Tensor]:
-    """Return the weights as transformers has them after loading; extend `notes`."""
+    """Return the weights as transformers has them after loading; report each difference."""
     base, head = family.base, family.head
     if not any(key.startswith(base) for key in tensors):
-        notes.append(f"has the names of the model without its head; put {base!r} before them")
+        report(f"has the names of the model without its head; put {base!r} before them")
         tensors = {key if key in (head, _BIAS) else base + key: tensor for key, tensor in tensors.items()}
     found = dict(tensors)
     unused = [key for key in found if any(fnmatchcase(key, pattern) for pattern in family.unused)]
@@ -184,5 +180,5 @@ def as_loaded(
         del found[shared]
     if unused:
         more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
-        notes.append(f"left out what transformers does not load: {', '.join(sorted(unused)[:_MAX_LISTED])}{more}")
+        report(f"left out what transformers does not load: {', '.join(sorted(unused)[:_MAX_LISTED])}{more}")
     return {key: tensor for key, tensor in found.items() if key not in unused}

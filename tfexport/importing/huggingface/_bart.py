@@ -1,11 +1,22 @@
-"""Define BART and the families with its code: mBART, PEGASUS and Blenderbot."""
+"""Define BART and the families with its code: mBART, PEGASUS, Blenderbot, Marian (opus-mt), M2M100 and NLLB.
+
+The ids of Marian, M2M100 and NLLB differ from those of their SentencePiece models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Inner
+
+from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
+from tfexport.contract import ModelSpec
+from tfexport.errors import CheckpointError, shortened
 from tfexport.importing.huggingface import Family, Reader
+from tfexport.importing.huggingface.tokenizer import need_transformers, read_ids, read_json_object, surround
+from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, with_ids
 from tfexport.nn.switches import Value
 
 # Keys of published files that only fairseq or ParlAI reads.
@@ -23,7 +34,7 @@ _UNREAD = (
 _UNUSED = ("model.*coder.version", "model.*coder.embed_positions.weights")
 
 
-def bart_like(model_type: str, *tokenizers: str, **more: Any) -> Family:
+def _family(model_type: str, *tokenizers: str, **more: Any) -> Family:
     """Return a family with BART's config.json and a layout named after its type."""
     layout = f"hf_{model_type}"
     return Family(model_type, lambda _: layout, _settings, tokenizers, unread=_UNREAD, unused=_UNUSED, **more)
@@ -44,9 +55,80 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     return found
 
 
+def _convert_marian(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
+    ids = target_ids = read_ids(directory / "vocab.json")
+    if read_json_object(directory / "tokenizer_config.json").get("separate_vocabs"):
+        target_ids = read_ids(directory / "target_vocab.json")
+    files = {}
+    for name, spm, own in ((TOKENIZER, "source.spm", ids), (TARGET_TOKENIZER, "target.spm", target_ids)):
+        # A source begins with its target language if a model has several.
+        languages = [token for token in own if token.startswith(">>") and token.endswith("<<")]
+        proto = read_sentencepiece(directory / spm)
+        files[name] = with_ids(proto, own, ("<pad>", "</s>"), "<unk>", whole=languages)
+    surround(files[TOKENIZER], (), (spec.tokens.eos,))
+    return files
+
+
+def _convert_m2m100(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
+    settings = read_json_object(directory / "tokenizer_config.json")
+    proto = read_sentencepiece(directory / SPM_BPE)
+    transformers = need_transformers(directory / SPM_BPE)
+    if (directory / "vocab.json").is_file():
+        if (codes := settings.get("language_codes", "m2m100")) != "m2m100":
+            raise CheckpointError(
+                f"tokenizer {directory}: language_codes is {codes!r}, expected 'm2m100'; give {TOKENIZER}"
+            )
+        known = transformers.models.m2m_100.tokenization_m2m_100.FAIRSEQ_LANGUAGE_CODES["m2m100"]
+        ids = read_ids(directory / "vocab.json")
+        added = {f"__{language}__": len(ids) + i for i, language in enumerate(known)}
+        source: Any = f"__{settings.get('src_lang') or 'en'}__"
+    else:
+        # The NLLB tokenizer of transformers 5 orders the languages differently than the published models.
+        known = transformers.models.nllb.tokenization_nllb.FAIRSEQ_LANGUAGE_CODES
+        first = len(proto.pieces) + 1
+        ids = {piece.piece: i + 1 for i, piece in enumerate(proto.pieces) if i > 2}
+        ids |= {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+        added = {token: first + i for i, token in enumerate([*known, "<mask>"])}
+        added |= _added_later(directory, settings, first, spec.source_vocab)
+        source = settings.get("src_lang") or "eng_Latn"
+    inner = with_ids(proto, {**ids, **added}, ("<s>", "<pad>", "</s>", *added), "<unk>")
+    if not isinstance(source, str) or source not in added:
+        raise CheckpointError(
+            f"tokenizer {directory}: src_lang is {shortened(source)}, expected one of {', '.join(added)}"
+        )
+    language, eos = added[source], spec.tokens.eos
+    is_legacy = bool(settings.get("legacy_behaviour"))
+    surround(inner, () if is_legacy else (language,), (eos, language) if is_legacy else (eos,))
+    return {TOKENIZER: inner}
+
+
+def _added_later(directory: Path, settings: Mapping[str, Any], first: int, limit: int) -> dict[str, int]:
+    try:
+        found = {str(token): int(i) for token, i in read_json_object(directory / "added_tokens.json").items()}
+        found |= {str(token["content"]): int(i) for i, token in (settings.get("added_tokens_decoder") or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"tokenizer {directory}: added tokens are damaged, expected ids and contents; save the tokenizer again"
+        ) from error
+    return {token: i for token, i in found.items() if first <= i < limit}
+
+
 FAMILIES = (
-    bart_like("bart", "BartTokenizer"),
-    bart_like("mbart", "MBartTokenizer", "MBart50Tokenizer"),
-    bart_like("pegasus", "PegasusTokenizer"),
-    bart_like("blenderbot", "BlenderbotTokenizer"),
+    _family("bart", "BartTokenizer"),
+    _family("mbart", "MBartTokenizer", "MBart50Tokenizer"),
+    _family("pegasus", "PegasusTokenizer"),
+    _family("blenderbot", "BlenderbotTokenizer"),
+    _family(
+        "m2m_100",
+        "M2M100Tokenizer",
+        "NllbTokenizer",
+        convert=_convert_m2m100,
+        tokenizer_files=(SPM_BPE, "vocab.json"),
+    ),
+    _family(
+        "marian",
+        "MarianTokenizer",
+        convert=_convert_marian,
+        tokenizer_files=("source.spm", "target.spm", "vocab.json"),
+    ),
 )

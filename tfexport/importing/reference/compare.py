@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tfexport.errors import ParityError
+from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.reference.golden import Golden
 from tfexport.nn.config import Side, TransformerConfig
 from tfexport.nn.layers import LayerNorm
@@ -25,18 +25,6 @@ TOLERANCE = 1e-9
 BASELINES = 20
 # Models with fewer parameters than this run on one thread.
 _LARGE = 5_000_000
-
-
-class Canonical(Protocol):
-    """A configuration and its tensors by canonical name."""
-
-    @property
-    def config(self) -> TransformerConfig:
-        """Sizes and switches."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors by canonical name; a tied tensor has any of its names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +158,7 @@ def build(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> Transform
     """Build a float64 model in eval mode from canonical tensors."""
     with on_meta():
         model = Transformer(config)
-    wide = {name: tensor.double() for name, tensor in tensors.items()}
-    shared = ["enc.embed.weight"] * config.tie_embeddings + ["dec.embed.weight"] + ["out.weight"] * config.tie_output
-    stored = [wide[name] for name in shared if name in wide]
-    for name in shared if len(shared) > 1 else ():
-        wide.setdefault(name, stored[0])
-    model.load_state_dict(wide, assign=True)
+    model.load_state_dict({name: tensor.double() for name, tensor in tensors.items()}, assign=True)
     return model.eval()
 
 

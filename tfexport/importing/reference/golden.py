@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +29,6 @@ from tfexport.importing._files import FileSum, snapshot, tensor_problems
 from tfexport.importing.reference.texts import Texts, record_texts
 from tfexport.importing.reference.weights import randomise, tensor_sums
 from tfexport.text.config import TextConfig
-
-Outputs = Literal["logits", "log_probs", "hidden_states"]
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
 _INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
@@ -52,7 +50,7 @@ class Golden:
         source_mask: bool [batch, source_len], True = token.
         target_ids: int64 [batch, target_len], padded on the right; None for an encoder-only model.
         target_mask: bool [batch, target_len], True = token; None for an encoder-only model.
-        logits: float64 [batch, target_len, vocab]; log-probabilities if `outputs` is "log_probs".
+        logits: float64 [batch, target_len, vocab]; or log-probabilities.
         hidden_states: float64 [batch, source_len, d_model], states of the encoder.
         baseline: relative error of the original's own outputs, if it computes parts in float32.
         state: state dict that computed the outputs.
@@ -68,7 +66,6 @@ class Golden:
     target_mask: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: Tensor | None = None
-    outputs: Outputs = "logits"
     heads: int | None = None
     pad_source: int | None = None
     pad_target: int | None = None
@@ -130,7 +127,6 @@ def read_golden(path: Path | str) -> Golden:
     order = metadata.get("state_order", "").split("\n")
     given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
     given |= _numbers(path, metadata)
-    given |= {"outputs": metadata["outputs"]} if "outputs" in metadata else {}
     try:
         if "text" in metadata:
             given["text"] = TextConfig.from_dict(_json(metadata, "text"), subject="text")
@@ -219,7 +215,6 @@ def record(
     golden = Golden(
         **inputs,
         **results,
-        outputs=_kind_of(results),
         heads=heads,
         pad_source=pad_source,
         pad_target=pad_target if target_vocab is not None else None,
@@ -251,7 +246,7 @@ def write_golden(golden: Golden, path: Path) -> None:
     metadata |= {"state_order": "\n".join(golden.state)} if golden.state else {}
     metadata |= {"text": json.dumps(golden.text.to_dict(), ensure_ascii=False)} if golden.text else {}
     metadata |= {"weights": json.dumps(dict(golden.weights))} if golden.weights else {}
-    metadata |= {"compute_dtype": "float64", "outputs": golden.outputs}
+    metadata |= {"compute_dtype": "float64"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as draft:
@@ -291,11 +286,7 @@ class _Original:
             )
         if self.target_vocab is None or self.inputs["target_ids"].shape[1] < 2:
             return
-        changed = self.inputs["target_ids"].clone()
-        changed[:, -1] = changed[:, 0]
-        changed[:, -1] += torch.where(changed[:, -1] == self.inputs["target_ids"][:, -1], 1, 0)
-        changed %= self.target_vocab
-        later = self.run(model, changed)["logits"][:1, :-1]
+        later = self.run(model, self._changed(-1))["logits"][:1, :-1]
         if float((later - results["logits"][:1, :-1]).abs().max()) > _CAUSAL:
             raise CheckpointError(
                 "golden: the outputs of earlier positions change with the last target token; "
@@ -306,11 +297,15 @@ class _Original:
         # If the first id changes nothing, the decoder starts without a token.
         if self.target_vocab is None:
             return
-        target, keep = self.inputs["target_ids"], self.inputs["target_mask"]
-        changed = target.clone()
-        changed[:, 0] = (changed[:, 0] + 1) % self.target_vocab
-        if torch.equal(self.run(model, changed)["logits"][keep], results["logits"][keep]):
-            target[:, 0] = pad
+        keep = self.inputs["target_mask"]
+        if torch.equal(self.run(model, self._changed(0))["logits"][keep], results["logits"][keep]):
+            self.inputs["target_ids"][:, 0] = pad
+
+    def _changed(self, position: int) -> Tensor:
+        assert self.target_vocab is not None
+        ids = self.inputs["target_ids"].clone()
+        ids[:, position] = (ids[:, position] + 1) % self.target_vocab
+        return ids
 
     def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
         """Estimate the error that float32 inside the original leaves in its outputs.
@@ -397,11 +392,11 @@ def _to_float64(model: nn.Module) -> None:
                 setattr(module, name, value.double().cpu())
 
 
-def _kind_of(results: Mapping[str, Tensor]) -> Outputs:
-    if "logits" not in results:
-        return "hidden_states"
-    # Only log-probabilities sum to probability 1 at every position.
-    return "log_probs" if float(results["logits"].logsumexp(-1).abs().nan_to_num(1).max()) < 1e-6 else "logits"
+def _weights(metadata: Mapping[str, str]) -> dict[str, str]:
+    found = _json(metadata, "weights") if "weights" in metadata else {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"weights is {shortened(found)}, expected sums by name; record it again")
+    return found
 
 
 def _json(metadata: Mapping[str, str], key: str) -> Any:
@@ -409,13 +404,6 @@ def _json(metadata: Mapping[str, str], key: str) -> Any:
         return parse_json(metadata[key].encode())
     except ValueError as error:
         raise CheckpointError(f"{key} is not JSON ({error}); record it again") from error
-
-
-def _weights(metadata: Mapping[str, str]) -> dict[str, str]:
-    found = _json(metadata, "weights") if "weights" in metadata else {}
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(f"weights is {shortened(found)}, expected sums by name; record it again")
-    return found
 
 
 def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
@@ -454,14 +442,8 @@ def _problems(golden: Golden) -> list[str]:
         *_side_problems("source", golden.source_ids, golden.source_mask, golden.pad_source),
         *_side_problems("target", golden.target_ids, golden.target_mask, golden.pad_target),
     ]
-    has_target = golden.target_ids is not None
-    if golden.outputs not in ("logits", "log_probs", "hidden_states"):
-        problems.append(f"outputs is {shortened(golden.outputs)}, expected logits, log_probs or hidden_states")
-    if has_target != (golden.logits is not None):
+    if (golden.target_ids is None) != (golden.logits is None):
         problems.append("target_ids and logits need each other; record both, or neither for an encoder alone")
-    if has_target == (golden.outputs == "hidden_states"):
-        expected = "logits or log_probs" if has_target else "hidden_states, as there are no target_ids"
-        problems.append(f"outputs is {golden.outputs}, expected {expected}")
     if golden.logits is None and golden.hidden_states is None:
         problems.append("there are neither logits nor hidden_states")
     if golden.heads is not None and golden.heads < 1:
