@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tfexport.contract import AlignmentHeads
-from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, split_rows
-from tfexport.nn.dot_product import attention_weights
+from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, attention_weights, split_rows
 from tfexport.nn.source import CrossCache, PaddedSource
 
 Reference = Callable[..., Tensor]

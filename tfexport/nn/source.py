@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tfexport.nn.cache import KeyValue, merge_rows, split_rows
-from tfexport.nn.dot_product import dot_product_attention
+from tfexport.nn.cache import KeyValue, Source, dot_product_attention, merge_rows, split_rows
 
 
-class PaddedSource:
+class PaddedSource(Source):
     """Self-attention of source tokens; padding is masked.
 
     Attributes:
@@ -19,25 +18,16 @@ class PaddedSource:
 
     def __init__(self, mask: Tensor, *, dropout: float = 0.0) -> None:
         """Set the mask, and the probability of dropping an attention weight in training."""
-        self.mask, self._dropout = mask, dropout
+        self.mask, self.rows, self.dropout = mask, mask.shape[0], dropout
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None = None,
-        *,
-        scale: float,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Attend to the tokens of the mask; see `SelfAttention`."""
-        query, key, value = (split_rows(part, self.mask.shape[0]) for part in (query, key, value))
-        mask = self.mask[:, None, None, :]
-        return merge_rows(
-            dot_product_attention(query, key, value, mask, bias, scale=scale, softcap=softcap, dropout=self._dropout)
-        )
+    @property
+    def visible(self) -> Tensor:  # type: ignore[override]
+        """The mask for every head and query."""
+        return self.mask[:, None, None, :]
+
+    def update(self, layer: int, new: KeyValue) -> KeyValue:
+        """Return the keys and values, which are not needed later."""
+        return new
 
 
 class CrossCache:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import onnx_ir as ir
 from torch import Tensor
@@ -60,13 +59,15 @@ class ModuleTraits:
     value_dim: int = 0
 
 
-class TracedCache(Cache, Protocol):
+class TracedCache(Cache):
     """A cache whose buffers are inputs and outputs of a graph.
 
     Attributes:
-        present: one `KeyValue` per layer, complete after every layer has attended.
+        past: one `KeyValue` per layer; not changed.
+        present: filled by `attend`, complete after every layer has attended.
     """
 
+    past: Sequence[KeyValue]
     present: list[KeyValue]
 
 
@@ -93,7 +94,7 @@ class DecoderForm:
     """
 
     supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config
-    cache: Callable[..., TracedCache]
+    cache: Callable[..., TracedCache | ConcatCache]
     cross: Callable[[Sequence[KeyValue], Tensor], Cross] = CrossCache
     source: Callable[[Tensor], Source] = PaddedSource
     encoder: str = ENCODER
