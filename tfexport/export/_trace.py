@@ -49,7 +49,6 @@ from tfexport.export.decoders import FORMS
 from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
 from tfexport.nn.cache import KeyValue, Source
 from tfexport.nn.eager import EncoderDecoder, align
-from tfexport.nn.source import PaddedSource
 
 _ATEN = torch.ops.aten
 # Assertions about sizes and types, which the graphs do not need.
@@ -72,7 +71,7 @@ class _Encoder(nn.Module):
         source_ids, source_mask = inputs[SOURCE_IDS], inputs[SOURCE_MASK]
         if not self.has_decoder:
             return [cast(Any, self.model).hidden_states(source_ids, source_mask).float()]
-        return _flatten(cast(EncoderDecoder, self.model).encode(source_ids, self.source(source_mask)))
+        return _unpaired(cast(EncoderDecoder, self.model).encode(source_ids, self.source(source_mask)))
 
 
 class _Decoder(nn.Module):
@@ -86,7 +85,7 @@ class _Decoder(nn.Module):
         cross, past = (_pair([rest.pop(name) for name in key_value_names(of, self.layers)]) for of in ("cross", "past"))
         cache = self.form.cache(past, target_ids, **rest)
         model = cast(EncoderDecoder, self.model)
-        return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_flatten(cache.present)]
+        return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_unpaired(cache.present)]
 
 
 class _Alignment(nn.Module):
@@ -98,7 +97,7 @@ class _Alignment(nn.Module):
         return align(cast(EncoderDecoder, self.model), self.named, *inputs.values())
 
 
-def _flatten(pairs: Sequence[KeyValue]) -> list[Tensor]:
+def _unpaired(pairs: Sequence[KeyValue]) -> list[Tensor]:
     return [tensor for pair in pairs for tensor in (pair.key, pair.value)]
 
 
@@ -107,7 +106,7 @@ def _pair(tensors: Sequence[Tensor]) -> list[KeyValue]:
 
 
 def trace_encoder(
-    model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = PaddedSource
+    model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = Source
 ) -> ir.Model:
     """Trace the encoder of a model in eval mode, in the precision of `spec`.
 

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention, and the two caches of the decoder in PyTorch.
+"""Attention to the source, the two caches of the decoder, and scaled dot-product attention.
 
-A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. `source.py` and
-the decoder variants in `tfexport.export.decoders` implement the interfaces too. New tokens share one axis, [rows ·
+A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. The decoder
+variants in `tfexport.export.decoders` are subclasses. New tokens share one axis, [rows ·
 target_len, heads, head_dim]; stored keys and values have the heads first.
 
 If there are fewer key heads than query heads, adjacent query heads share a key head (arXiv:2305.13245), which is
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,12 +41,12 @@ class SelfAttention:
 
     Attributes:
         rows: of the pass.
-        visible: bool, True = attend, broadcast to [rows, heads, len, keys].
+        mask: bool, True = attend; [rows, keys], or [rows or 1, 1, len, keys].
         dropout: probability of dropping an attention weight in training.
     """
 
     rows: int
-    visible: Tensor
+    mask: Tensor
     dropout: float = 0.0
 
     def attend(
@@ -81,26 +80,34 @@ class SelfAttention:
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
         """Store new keys and values [rows, kv_heads, len, …]; return all that are stored."""
-        raise NotImplementedError
+        return new
 
     def _context(self, query: Tensor, kept: KeyValue, bias: Tensor | None, scale: float, softcap: float) -> Tensor:
+        mask = self.mask if self.mask.dim() == 4 else self.mask[:, None, None, :]
         return dot_product_attention(
-            query, kept.key, kept.value, self.visible, bias, scale=scale, softcap=softcap, dropout=self.dropout
+            query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap, dropout=self.dropout
         )
 
 
 class Source(SelfAttention):
-    """Self-attention of an encoder: all source tokens at once, without padding.
+    """Self-attention of an encoder: all source tokens at once, without padding."""
+
+    def __init__(self, mask: Tensor, *, dropout: float = 0.0) -> None:
+        """Set the mask, bool [batch, source_len], True = token."""
+        self.mask, self.rows, self.dropout = mask, mask.shape[0], dropout
+
+
+class Cross:
+    """Cross-attention of a decoder to the source, whose keys and values are computed once.
 
     Attributes:
+        key_values: of each decoder layer, [batch, kv_heads, source_len, …].
         mask: bool [batch, source_len], True = token.
     """
 
-    mask: Tensor
-
-
-class Cross(Protocol):
-    """Cross-attention of a decoder to the keys and values of the source."""
+    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor, *, dropout: float = 0.0) -> None:
+        """Create it from an encoder's result and the mask of its source."""
+        self.key_values, self.mask, self._dropout = key_values, mask, dropout
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend from new target tokens to the source.
@@ -115,7 +122,13 @@ class Cross(Protocol):
         Returns:
             The context of every token, with its heads concatenated, [rows · target_len, heads · value_dim].
         """
-        ...
+        kept, mask = self.key_values[layer], self.mask[:, None, None, :]
+        query = split_rows(query, self.mask.shape[0])  # the rows of a source become query positions
+        return merge_rows(
+            dot_product_attention(
+                query, kept.key, kept.value, mask, scale=scale, softcap=softcap, dropout=self._dropout
+            )
+        )
 
 
 class Cache(SelfAttention):
@@ -129,12 +142,6 @@ class Cache(SelfAttention):
 
     positions: Tensor
     key_len: int
-    mask: Tensor
-
-    @property
-    def visible(self) -> Tensor:  # type: ignore[override]
-        """The causal mask."""
-        return self.mask
 
     def _begin(self, rows: int, positions: Tensor, key_len: int) -> None:
         self.rows, self.positions, self.key_len = rows, positions, key_len

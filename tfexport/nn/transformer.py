@@ -26,7 +26,6 @@ from tfexport.nn.config import Side, TransformerConfig
 from tfexport.nn.layers import FeedForward, LayerNorm
 from tfexport.nn.meta import on_meta
 from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
-from tfexport.nn.source import CrossCache, PaddedSource
 
 
 class Block(nn.Module):
@@ -131,7 +130,6 @@ class Transformer(nn.Module):
     """An encoder, a decoder and an output projection; or only an encoder."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        """Create the model with random weights."""
         super().__init__()
         self.config = config
         self.attention_dropout = config.dropout
@@ -167,9 +165,9 @@ class Transformer(nn.Module):
             Logits, float32 or wider, [batch, target_len, target_vocab].
         """
         dropout = self.attention_dropout if self.training else 0.0
-        cross = self.encode(source_ids, PaddedSource(source_mask, dropout=dropout))
+        cross = self.encode(source_ids, Source(source_mask, dropout=dropout))
         cache = self.empty_cache(target_ids, dropout=dropout)
-        hidden = self._decode(target_ids, CrossCache(cross, source_mask, dropout=dropout), cache)
+        hidden = self._decode(target_ids, Cross(cross, source_mask, dropout=dropout), cache)
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
@@ -178,7 +176,7 @@ class Transformer(nn.Module):
         `source_ids` int64 and `source_mask` bool (True = token) are [batch, source_len]. The states of padding are
         meaningless.
         """
-        hidden = self._encode(source_ids, PaddedSource(source_mask))
+        hidden = self._encode(source_ids, Source(source_mask))
         return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:

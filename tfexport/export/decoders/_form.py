@@ -12,7 +12,6 @@ from torch import Tensor
 from tfexport.contract import ENCODER
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import StackConfig, TransformerConfig
-from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.switches import SWITCHES
 from tfexport.precision import Precision
 
@@ -95,8 +94,8 @@ class DecoderForm:
 
     supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config
     cache: Callable[..., TracedCache | ConcatCache]
-    cross: Callable[[Sequence[KeyValue], Tensor], Cross] = CrossCache
-    source: Callable[[Tensor], Source] = PaddedSource
+    cross: Callable[[Sequence[KeyValue], Tensor], Cross] = Cross
+    source: Callable[[Tensor], Source] = Source
     encoder: str = ENCODER
     opset: int | None = None
     portable: bool = True

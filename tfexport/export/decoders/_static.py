@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from tfexport.contract import STATIC_OPSET
 from tfexport.export.decoders._form import DecoderForm, TracedCache
-from tfexport.nn.cache import MASK_FILL, KeyValue, dot_product_attention, merge_rows, split_rows
-from tfexport.nn.source import CrossCache
+from tfexport.nn.cache import MASK_FILL, Cross, KeyValue, dot_product_attention, merge_rows, split_rows
 
 
 class StaticCache(TracedCache):
@@ -52,7 +51,7 @@ class StaticCache(TracedCache):
         return _attention(query, kept, self.mask, bias, scale, softcap)
 
 
-class StaticCross(CrossCache):
+class StaticCross(Cross):
     """Cross-attention in one `Attention` per layer."""
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:

@@ -16,9 +16,8 @@ from tfexport.contract import ENCODER_CONTRIB
 from tfexport.export.decoders._form import SUPPORTED, DecoderForm, ModuleTraits, TracedCache, unsupported
 from tfexport.export.passes import join_products
 from tfexport.nn.attention import MultiHeadAttention
-from tfexport.nn.cache import MASK_FILL, KeyValue
+from tfexport.nn.cache import MASK_FILL, Cross, KeyValue, Source
 from tfexport.nn.config import TransformerConfig
-from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.precision import Precision
 
 _DOMAIN = "com.microsoft"
@@ -116,7 +115,7 @@ class ContribCache(TracedCache):
         return (None, None, None, shorter)  # after the rotary tables: the rotation is already applied
 
 
-class ContribCross(CrossCache):
+class ContribCross(Cross):
     """Cross-attention with the beams of a source as query positions.
 
     Therefore no key is repeated.
@@ -135,7 +134,7 @@ class ContribCross(CrossCache):
         return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class ContribSource(PaddedSource):
+class ContribSource(Source):
     """Self-attention of source tokens; the operator splits the heads."""
 
     def attend(
