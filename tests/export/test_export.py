@@ -132,7 +132,7 @@ def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
     [
         ("encoder", 18, {}),
         ("decoder", 18, {}),
-        ("decoder_static", 24, {"TensorScatter": 8, "Attention": 4}),
+        ("decoder_static", 24, {"TensorScatter": 4, "Attention": 4}),
         ("encoder_contrib", 18, {"MultiHeadAttention": 2}),
         ("decoder_contrib", 18, {"MultiHeadAttention": 2, "GroupQueryAttention": 2}),
     ],
