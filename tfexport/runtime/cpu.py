@@ -23,28 +23,17 @@ ONE_THREAD_BELOW = 8 * 2**20
 
 @dataclass(frozen=True)
 class Threads:
-    """CPU threads of one call.
+    """CPU threads of one call."""
 
-    Attributes:
-        encoder: threads for encoding and aligning.
-        decoder: threads for the decoder's steps.
-    """
-
-    encoder: int
+    encoder: int  # also for aligning
     decoder: int
 
 
 def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
-    """Choose the threads for a bundle.
+    """Choose the threads for a bundle; return None if ONNX Runtime shall start one on each core that it finds.
 
-    Args:
-        threads: number for both graphs. "auto" gives the encoder all available cores, because its matrices are large
-            and its threads sleep between runs, and the decoder all cores or one. None lets ONNX Runtime start one
-            thread on each core that it finds.
-        bundle: the bundle to run.
-
-    Returns:
-        None if ONNX Runtime chooses.
+    "auto" gives the encoder all available cores, because its matrices are large and its threads sleep between runs, and
+    the decoder all cores or one.
     """
     if threads is None:
         return None
@@ -67,9 +56,6 @@ def available_cores(root: Path = _ROOT) -> int:
 
     Two hyperthreads of a core count once, because they share its arithmetic units. A quota (`docker --cpus`,
     `limits.cpu` of Kubernetes) is rounded down, because a process that exceeds it is paused, and waiting threads count.
-
-    Args:
-        root: root of the file system, for tests.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1

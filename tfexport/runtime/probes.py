@@ -43,12 +43,7 @@ except BackendError as error:
 
 
 def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
-    """Test a library as a backend.
-
-    Returns:
-        For each device "" if it computes correctly, else the problem. If the process crashed, the reason under
-        the library's own device.
-    """
+    """Test a library as a backend; return the problem by device, "" if it computes correctly."""
     found = _run((_TRY, backend.trial, library.name, ADD_MODEL.hex()))
     if isinstance(found, str):
         return {library.device: found}
@@ -56,11 +51,7 @@ def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
 
 
 def find_gpus() -> tuple[list[dict[str, Any]], str]:
-    """Ask the driver for its GPUs.
-
-    Returns:
-        The fields of each GPU, and the reason if no GPU can be used.
-    """
+    """Return the fields of each GPU of the driver, and the reason if no GPU can be used."""
     found = _run((_GPUS,))
     return ([], found) if isinstance(found, str) else (found["gpus"], found["problem"])
 

@@ -63,19 +63,12 @@ class VerifyConfig(Config, subject="verify"):
 
 @dataclass(frozen=True)
 class Stages:
-    """The reference and the graphs to compare with it.
-
-    Attributes:
-        model: the eager reference.
-        graphs: of a bundle, which may be unfinished.
-        reference: describes the eager model in the report.
-        tokenizer: has the recorded texts; None if there is no tokenizer.
-    """
+    """The reference and the graphs to compare with it, of a bundle that may be unfinished."""
 
     model: EagerModel
     graphs: Graphs
-    reference: str = "the eager model"
-    tokenizer: Tokenizer | None = None
+    reference: str = "the eager model"  # describes the model in the report
+    tokenizer: Tokenizer | None = None  # has the recorded texts
 
 
 def verify_bundle(
@@ -92,12 +85,12 @@ def verify_bundle(
     """Compare every stage of a bundle with the eager model.
 
     Args:
-        path: of the bundle.
+        path: bundle.
         against: model directory of the reference, or PACKAGE.MODULE:FACTORY of a user's own module, whose code is
             imported and run; None uses the bundle's own weights, which for fp16 and bf16 are rounded.
-        config: the size of the verification.
         backend: "ort" compares every decoder variant that the device runs, "trt" an engine; None uses the backend that
             exports are verified on.
+        config: the size of the verification.
         device: that runs the graphs.
         engine: name of the engine; None for the only usable one.
         trusted_keys: files of public keys, one of which must have signed bundle and engine; None accepts every bundle.

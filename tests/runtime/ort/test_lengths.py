@@ -47,10 +47,6 @@ def test_no_division_costs_less(drawn: list[int]) -> None:
     assert cost(lengths, divided) == min(cost(lengths, np.split(order, list(cut))) for cut in cuts)
 
 
-def test_equal_sources_stay_together() -> None:
-    assert [rows.tolist() for rows in encoder_runs(np.full(40, 128))] == [list(range(40))]
-
-
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=40))
 def test_no_run_has_many_scores(drawn: list[int]) -> None:
     """What a run keeps in memory is bounded, however many long sources come together; a source is never cut."""
