@@ -147,27 +147,6 @@ def test_given_targets_are_scored(session: Session, model: Transformer) -> None:
         np.testing.assert_allclose(one.log_probs, expected[np.arange(len(target_ids)), target_ids], atol=2 * ATOL)
 
 
-def test_a_step_with_given_tokens_counts_as_any_other(session: Session, model: Transformer) -> None:
-    source = sources(model.config)
-    target_ids = targets(model.config, 4)
-    expected = full_logits(model, *source, target_ids)
-    batch = begun(session, source, target_ids[:, :1].tolist())
-    if not isinstance(batch, ScoresTokens):
-        pytest.skip("this backend scores among candidates that are the whole vocabulary")
-    for place in range(target_ids.shape[1] - 1):
-        if place % 2:
-            assert_candidates(batch.step(target_ids[:, place], 4), expected[:, place], 4)
-        else:
-            given = batch.score_step(target_ids[:, place], target_ids[:, place + 1])
-            assert given.token_ids.tolist() == target_ids[:, [place + 1]].tolist()
-            wanted = np.take_along_axis(expected[:, place], given.token_ids, 1)
-            np.testing.assert_allclose(given.logits, wanted, atol=ATOL, rtol=0)
-    assert batch.lengths.tolist() == [target_ids.shape[1] - 1] * 4
-    for bad in (target_ids[:, 0] - 1000, target_ids[:, 0] + session.spec.vocab, target_ids[:2, 0]):
-        with pytest.raises(InputError, match="next_ids is"):
-            batch.score_step(target_ids[:, 0], bad)
-
-
 def test_given_tokens_of_reordered_rows(session: Session, model: Transformer) -> None:
     source_ids, source_mask = sources(model.config)
     read = targets(model.config, 12, 5)
@@ -180,7 +159,12 @@ def test_given_tokens_of_reordered_rows(session: Session, model: Transformer) ->
         rows = np.array([1, 0, 1]) + np.arange(0, 12, 3)[:, None]
         batch.reorder(rows.ravel())
         read[:, : place + 1] = read[rows.ravel(), : place + 1]
+    for bad in (read[:, 3] - 1000, read[:, 3] + session.spec.vocab, read[:2, 3]):
+        with pytest.raises(InputError, match="next_ids is"):
+            batch.score_step(read[:, 4], bad)
     given = batch.score_step(read[:, 4], read[:, 3])
+    assert given.token_ids.tolist() == read[:, [3]].tolist()
+    assert batch.lengths.tolist() == [5] * 12
     logits = full_logits(model, source_ids.repeat(3, 0), source_mask.repeat(3, 0), read)[:, -1]
     np.testing.assert_allclose(given.logits, np.take_along_axis(logits, read[:, [3]], 1), atol=ATOL, rtol=0)
     np.testing.assert_allclose(given.log_normalizer, np.log(np.exp(logits).sum(1)), atol=ATOL, rtol=0)
@@ -297,18 +281,6 @@ def test_sources_join_while_others_are_decoded(session: Session, model: Transfor
         places = batch.lengths.copy()
         found = batch.step(np.array([target_ids[row][places[row]] for row in rows]), 3)
         assert_candidates(found, np.stack([expected[row][places[row]] for row in rows]), 3)
-
-
-def test_padding_changes_nothing(session: Session, model: Transformer) -> None:
-    source_ids, source_mask = sources(model.config, (5, 2))
-    target_ids = targets(model.config, 2, 3)
-    plain = begun(session, (source_ids, source_mask), target_ids.tolist()).step(target_ids[:, -1], 4)
-    wide = np.pad(source_ids, ((0, 0), (0, 6)), constant_values=3), np.pad(source_mask, ((0, 0), (0, 6)))
-    padded = begun(session, wide, target_ids.tolist()).step(target_ids[:, -1], 4)
-    np.testing.assert_array_equal(padded.token_ids, plain.token_ids)
-    np.testing.assert_allclose(padded.logits, plain.logits, atol=ATOL)
-    assert np.isfinite(padded.logits).all()
-    assert np.isfinite(padded.log_normalizer).all()
 
 
 def test_candidates_belong_to_the_caller(one: tuple[Session, Transformer]) -> None:

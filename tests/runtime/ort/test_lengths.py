@@ -56,11 +56,6 @@ def test_no_run_has_many_scores(drawn: list[int]) -> None:
     assert all(rows.size == 1 or rows.size * int(lengths[rows].max()) ** 2 <= MAX_SCORES for rows in divided)
 
 
-def test_where_runs_are_cut() -> None:
-    for length, rows in ((256, 32), (257, 31), (512, 8), (1024, 2), (1025, 1), (4096, 1)):
-        assert [some.size for some in encoder_runs(np.full(33, length))][:-1] == [rows] * (32 // rows)
-
-
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     return tiny.model(LONG, dtype=torch.float32)
