@@ -52,7 +52,6 @@ def compare_decodes(
     num_beams: int,
     noise: float,
     must_be_exact: bool,
-    divergence: Divergence | None = None,
 ) -> Decodes:
     """Count equal, tied and different decodes.
 
@@ -69,7 +68,7 @@ def compare_decodes(
         margin = _margin(eager, sources[shown[0]], left, right, is_greedy=num_beams == 1)
         first = f"sequence {shown[0]}, {_difference(left, right, 'end')}, eager margin {margin:.1e}"
     exact = len(sources) - len(differing)
-    return Decodes(stage, method, len(sources), exact, len(tied), first, must_be_exact, divergence)
+    return Decodes(stage, method, len(sources), exact, len(tied), first, must_be_exact)
 
 
 def batch_invariance(stage: str, session: Session, sources: Sources, noise: float, eager: Session) -> Decodes:

@@ -49,7 +49,10 @@ def int8_session_options() -> Mapping[str, str]:
 
 def describe_int8_products() -> str:
     """Describe how this CPU multiplies 8-bit integers, for reports."""
-    return "exact, by slower kernels (no VNNI)" if int8_session_options() else "exact, by the fastest kernels"
+    try:
+        return "exact, by slower kernels (no VNNI)" if int8_session_options() else "exact, by the fastest kernels"
+    except BackendError as error:
+        return str(error)
 
 
 def _wrong_outputs(entries: dict[str, str]) -> list[str]:
