@@ -70,13 +70,6 @@ def test_the_signature_of_a_bundle_is_none_of_an_engine(bundle: Bundle) -> None:
         choose_engine(bundle, NAME, MACHINE)
 
 
-def test_what_is_no_signature_is_refused_without_keys_too(bundle: Bundle) -> None:
-    folder = add(bundle, MINE)
-    (folder / "engine.json.sig").write_bytes(b"x" * 65)
-    with pytest.raises(EngineError, match=r"engine\.json\.sig has 65 bytes, expected 64"):
-        open_engine(bundle.path, NAME)
-
-
 def test_the_log_is_sealed_with_the_plans(bundle: Bundle) -> None:
     folder = add(bundle, None)
     (folder / "build.log").write_text("INFO build\n")
