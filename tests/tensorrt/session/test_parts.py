@@ -46,7 +46,7 @@ def context(cuda: CudaDouble) -> FakeContext:
     engine = FakeEngine(REORDER, reorder_graph("fp32"), reorder_spec("fp32"), (profile,), cuda, [], {})
     made = engine.create_execution_context(MODULE.ExecutionContextAllocationStrategy.USER_MANAGED)
     assert made is not None
-    made.set_device_memory(cuda.allocate(128), engine.device_memory_size_v2)
+    made.set_device_memory(cuda.allocate(engine.device_memory_size_v2), engine.device_memory_size_v2)
     assert made.set_optimization_profile_async(0, 0)
     for name, shape in ((CACHE, (2, 4)), (ORDER, (3,))):
         assert made.set_input_shape(name, shape)

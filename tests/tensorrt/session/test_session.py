@@ -262,7 +262,7 @@ def test_contexts_go_with_their_graphs_and_not_when_garbage_is_collected(dates: 
     assert batch._replica is not None
     decoder = batch._replica._decoder
     assert decoder
-    owners: list[Any] = [*decoder._steps._items.values(), *decoder.caches._reorder._recorded._items.values()]
+    owners: list[Any] = [*decoder._steps._items.values(), *decoder.caches._recorded._items.values()]
     seen = [weakref.ref(owner) for owner in owners]
     assert len(seen) == 4, "a step and the reorder of two rows, on each side"
     gc.disable()
