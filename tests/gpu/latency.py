@@ -58,7 +58,7 @@ def _run(
 
 
 def report(session: Any, read: float, numbers: dict[str, Any]) -> None:
-    """Write down what a step takes: of time first, since no profiler can spoil that."""
+    """Measure time before launches, because a profiler would change it."""
     numbers.update(measure(session, read))
     numbers["launches"] = launches(session, given_to_gpu)
 

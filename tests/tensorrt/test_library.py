@@ -109,16 +109,6 @@ def test_a_module_without_its_library_is_told_apart(tmp_path: Path, source: str,
     assert "pip install 'tfexport[trt]' --force-reinstall" in said
 
 
-def test_asking_what_is_installed_imports_nothing() -> None:
-    code = (
-        "import sys; from tfexport.tensorrt._library import installed_targets; print(installed_targets());"
-        "print({'tensorrt', 'tensorrt_rtx'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "tensorrt-rtx" in done.stdout
-    assert done.stdout.endswith("set()\n")
-
-
 @no_gpu
 def test_no_runtime_is_made_without_a_gpu(rtx: Library) -> None:
     with pytest.raises(BackendError, match="no GPU"):

@@ -10,14 +10,11 @@ import pytest
 
 from tests.tensorrt.artifact.stored import L4
 from tests.tensorrt.engine_graphs import add, attention, cache_update, kernels, project
-from tfexport.bundle.manifest import Manifest
 from tfexport.errors import EngineError
-from tfexport.export.passes import fix_capacity
 from tfexport.tensorrt._library import Library, load_library
-from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.build.builder import Monitor, SerializedEngine, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
-from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, Profile, ShapeRange
+from tfexport.tensorrt.config import EngineConfig, Profile, ShapeRange
 from tfexport.tensorrt.cuda import find_gpus
 
 pytest.importorskip("tensorrt_rtx")
@@ -96,18 +93,6 @@ def test_what_the_display_raises_cancels_the_build(rtx: Library, error: BaseExce
     with pytest.raises(type(error)):
         build_engine(parse(rtx, add()), [ADD], resolve_options(rtx, EngineConfig(), None), on_progress)
     assert len(calls) == 1
-
-
-def test_a_step_and_a_prefill_share_one_engine(rtx: Library, dates_bundle: Path) -> None:
-    spec = Manifest.from_bytes((dates_bundle / "manifest.json").read_bytes()).spec
-    profiles = make_profiles(spec, "static", EngineConfig(max_batch=4)).engines["decoder_static"]
-    path = dates_bundle / "decoder_static.onnx"
-    graph = fix_capacity(path, spec.max_target_length)
-    network = parse(rtx, graph, path)
-    plan = build_engine(network, profiles, resolve_options(rtx, EngineConfig(), None))
-    assert plan.layers["KV_CACHE_UPDATE"] == plan.layers["ATTENTION_INPUT"] == 2 * spec.layers
-    assert sum(line.startswith("INFO Total Activation Memory") for line in plan.log) == len((STEP, PREFILL))
-    assert {t.name for t in network.inputs} == set(profiles[STEP])
 
 
 def test_attention_in_float32_builds(rtx: Library) -> None:
