@@ -144,7 +144,6 @@ def test_two_layouts_that_fit_by_name_are_both_named() -> None:
     [
         ({}, "no list of equal layers among 0 tensors"),
         ({f"conv.{i}.weight": torch.ones(8, 8, 3, 3) for i in range(9)}, "no list of equal layers"),
-        ({f"lstm.weight_hh_l{i}": torch.ones(8, 8) for i in range(4)}, "no list of equal layers"),
     ],
 )
 def test_what_is_no_transformer_is_refused(tensors: dict[str, Tensor], message: str) -> None:

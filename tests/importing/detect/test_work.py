@@ -66,16 +66,6 @@ def test_a_budget_cuts_a_search_and_a_larger_one_ends_it(golden: Golden) -> None
         assert limit <= budget.spent <= limit + 1  # a close candidate also runs on the whole batch
 
 
-def test_progress_is_told_by_share_and_in_lines() -> None:
-    lines: list[str] = []
-    shares: list[float] = []
-    budget = Budget(25, lines.append, shares.append)
-    for _ in range(25):
-        budget.spend()
-    assert shares == [n / 25 for n in range(1, 26)]
-    assert lines == [f"searching: {n} of 25 candidates" for n in (3, 5, 8, 10, 13, 15, 18, 20, 23)]
-
-
 # Sizes that grow
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,11 @@ from models.from_scratch.notebook_002 import Notebook002
 from models.from_scratch.notebook_004 import Notebook004
 from tests import tiny
 from tfexport.errors import CheckpointError
-from tfexport.export.config import ExportConfig
 from tfexport.importing._files import read_checkpoint
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names
-from tfexport.importing.layout.layout import Layout, Value, builtin_layouts
+from tfexport.importing.layout.layout import builtin_layouts
 from tfexport.importing.reference.certificate import certify
 from tfexport.importing.reference.compare import compare, tolerance
 from tfexport.importing.reference.golden import Golden, read_golden, record
@@ -50,21 +48,17 @@ def state(name: str) -> dict[str, Tensor]:
     return {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
 
 
-def apply(name: str, layout: Layout | None = None, **settings: Value) -> Canonical:
-    layout = layout or builtin_layouts()[LAYOUTS[name]]
+def apply(name: str) -> Canonical:
+    layout = builtin_layouts()[LAYOUTS[name]]
     tokens = {f"tokens.{token}": 0 for token in ("pad", "start", "eos") if token not in layout.tokens}
-    return apply_layout(layout, state(name), heads=golden(name).heads, settings={**tokens, **settings})
-
-
-def limit(name: str) -> float:
-    return tolerance(golden(name), builtin_layouts()[LAYOUTS[name]].baseline)
+    return apply_layout(layout, state(name), heads=golden(name).heads, settings=tokens)
 
 
 @recorded
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_model_is_reproduced(name: str) -> None:
     found = compare(apply(name), golden(name))
-    assert found.error <= limit(name)
+    assert found.error <= tolerance(golden(name), builtin_layouts()[LAYOUTS[name]].baseline)
     if name not in ("bentrevett", "opennmt_py", "fairseq_post", "hf_t5", "hf_t5_v1_1"):
         assert found.error < 1e-14
 
@@ -98,19 +92,6 @@ def test_the_certificate_lists_what_cannot_matter_and_nothing_else(name: str) ->
         expected = {"norm_eps: 1e-06 is not told from 1e-07"}
     assert set(certificate.unverified) == expected
     assert certificate.proven
-
-
-@recorded
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recorded_model_becomes_a_bundle_that_decodes_alike(name: str, tmp_path: Path) -> None:
-    """Verifying the bundle decodes greedily and with beams, and raises if one token differs."""
-    from tfexport.export import export_bundle
-
-    record = RECORDS / f"{name}.golden.safetensors"
-    import_checkpoint(RECORDS / f"{name}.safetensors", tmp_path / "model", golden=record)
-    bundle = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(forms=("concat",)))
-    assert bundle.manifest.parity is not None
 
 
 # Notebooks
@@ -176,21 +157,17 @@ def test_a_layout_asked_for_by_name_reads_config_json_too(tmp_path: Path) -> Non
         assert (tmp_path / "model" / file).read_bytes() == (tmp_path / "named" / file).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"activation_function": "tanh"}, "activation_function is 'tanh', expected one of"),
-        (
-            {"pad_token_id": None, "eos_token_id": "x"},
-            "pad_token_id is None, expected a whole number; give --set tokens.pad=ID; eos_token_id is 'x'",
-        ),
-    ],
-)
-def test_a_config_that_is_not_for_us(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_every_problem_of_a_config_is_named_at_once(tmp_path: Path) -> None:
+    change = {"activation_function": "tanh", "pad_token_id": None, "eos_token_id": "x"}
     bart().save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").unlink()
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(CheckpointError) as caught:
         import_checkpoint(tmp_path / "hf", tmp_path / "out")
-    assert problem in str(caught.value)
+    for problem in (
+        "activation_function is 'tanh', expected one of",
+        "pad_token_id is None, expected a whole number; give --set tokens.pad=ID",
+        "eos_token_id is 'x'",
+    ):
+        assert problem in str(caught.value)

@@ -17,10 +17,9 @@ from tests.conftest import ROOT
 from tests.test_docs import blocks
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.importing.layout._grammar import Found, evaluate, matches, rule
-from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
+from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names
 from tfexport.importing.layout.layout import (
     Layout,
-    builtin_layouts,
     override,
     parse_layout,
     parse_setting,
@@ -28,7 +27,6 @@ from tfexport.importing.layout.layout import (
     render_layout,
 )
 from tfexport.importing.layout.ops import Context, parse_step, run, sinusoid
-from tfexport.importing.layout.sizes import with_switches
 from tfexport.nn.positions import sinusoid_table
 from tfexport.nn.transformer import Transformer
 
@@ -307,22 +305,6 @@ map: ["a -> enc.embed.weight |> slice n_heads"]
     assert "switch activation is given twice" in says(ConfigError, lambda: parse_layout(twice, "own.yaml"))
 
 
-def test_switches_that_were_found_take_the_place_of_the_layouts_own() -> None:
-    """The usual value too, which a layout does not write."""
-    layout = parse_layout(FILE, "own.yaml")
-    found = {"embedding_scale": 1.0, "enc.norm_place": "post", "dec.norm_place": "post", "attention_scale": 1.0}
-    short = with_switches(layout, found)
-    assert short.arch == {
-        "norm": "layernorm",
-        "norm_eps": 1e-5,
-        "activation": "relu",
-        "norm_place": "post",
-        "attention_scale": 1.0,
-    }
-    final = with_switches(layout, {"final_norm": True, "dec.final_norm": False})
-    assert (final.switch("final_norm", "enc"), final.switch("final_norm", "dec")) == (True, False)
-
-
 def test_every_problem_of_a_file_is_named_at_once() -> None:
     text = FILE.replace("activation: relu", "activation: tanh, norms: x").replace("|> mul 2", "|> multiply 2")
     text = text.replace("out.weight", "output.weight").replace("start: bos", "start: nobody, mask: 1")
@@ -389,17 +371,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not UTF-8" in says(ConfigError, lambda: read_layout(tmp_path / "a.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("text", "pair"),
-    [
-        ("tokens.pad=3", ("tokens.pad", 3)),
-        ("embedding_norm=true", ("embedding_norm", True)),
-        ("activation=gelu", ("activation", "gelu")),
-        ("embedding_scale=sqrt(d_model)", ("embedding_scale", "sqrt(d_model)")),
-    ],
-)
-def test_a_setting(text: str, pair: tuple[str, object]) -> None:
-    assert parse_setting(text) == pair
+def test_a_setting() -> None:
+    texts = ("tokens.pad=3", "embedding_norm=true", "activation=gelu", "embedding_scale=sqrt(d_model)")
+    pairs = [("tokens.pad", 3), ("embedding_norm", True), ("activation", "gelu"), ("embedding_scale", "sqrt(d_model)")]
+    assert [parse_setting(text) for text in texts] == pairs
 
 
 @pytest.mark.parametrize("text", ["norm_eps", "=1", "a=[1]", "a={", "a=" + "1" * 500])
@@ -582,14 +557,6 @@ def test_sides_may_differ_in_heads() -> None:
     assert (found.config.encoder.num_heads, found.config.decoder.num_heads) == (4, 2)
 
 
-def test_an_encoder_alone() -> None:
-    tensors = {name: tensor for name, tensor in state().items() if name.startswith("enc.")}
-    lines = tuple(line for line in IDENTITY.map if line.startswith("{enc,dec}"))
-    found = apply_layout(replace(IDENTITY, map=lines, tokens={"pad": 0}), tensors, heads=4)
-    assert found.config.decoder is None
-    assert set(found.tensors) == set(tensors)
-
-
 # Folds that change what a model computes, each undone by its layout.
 
 FUSED = IDENTITY.map[:2] + IDENTITY.map[3:]
@@ -681,11 +648,9 @@ def test_nothing_is_read_before_the_shapes_fit() -> None:
 
 # The documentation is that of the code.
 
-DOC = ROOT / "docs" / "reference" / "layouts.md"
-
 
 def test_the_documented_file_is_one() -> None:
-    (text,) = (block.text for block in blocks(DOC) if block.language == "yaml")
+    (text,) = (block.text for block in blocks(ROOT / "docs" / "reference" / "layouts.md") if block.language == "yaml")
     assert parse_layout(text, "docs").name == "mine"
 
 
@@ -702,9 +667,3 @@ def test_what_no_layout_can_express_is_refused_by_name(key: str, what: str) -> N
     tensors = {**state(), key: torch.ones(3)}
     message = says(CheckpointError, lambda: apply_layout(IDENTITY, tensors, heads=4))
     assert f"key {key} looks like {what}, which the canonical model has no place for" in message
-
-
-@pytest.mark.parametrize("layout", builtin_layouts().values(), ids=lambda layout: layout.name)
-def test_no_built_in_layout_has_a_key_that_looks_uncovered(layout: Layout) -> None:
-    keys = [line.partition(" ->")[0].translate({ord("{"): None, ord("}"): None}) for line in layout.map]
-    assert unsupported(keys) == []
