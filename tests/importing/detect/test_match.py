@@ -177,7 +177,6 @@ def test_the_first_proposal_reads_names() -> None:
     """Heads in a list, roles by word, sides by word: one proposal, without a golden."""
     found = detect(HeadLists().state_dict(), None, [])
     assert found.search is None
-    assert not found.is_builtin
     assert "encode_layers.{i}.sa.heads.{h}.query.{weight,bias} -> enc.layers.{i}.self.q.{weight,bias} |> join_rows" in [
         line.replace("{query,key,value}", "query").replace("{q,k,v}", "q") for line in found.layout.map
     ]

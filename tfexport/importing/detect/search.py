@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -86,7 +86,7 @@ class Candidate:
 
     layout: Layout
     comparison: Comparison
-    switches: Switches = field(default_factory=dict)
+    switches: Switches
 
     @property
     def error(self) -> float:
@@ -111,12 +111,10 @@ class Search:
     refused: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Detection:
+class Detection(NamedTuple):
     """The layout that was found; `search` is None without reference outputs."""
 
     layout: Layout
-    is_builtin: bool
     search: Search | None
 
 
@@ -141,7 +139,13 @@ def detect(
     if known:
         report(f"names fit the layout {' and '.join(layout.name for layout in known)}")
     if golden is None:
-        return _unproven(tensors, known)
+        if len(known) > 1:
+            names = ", ".join(layout.name for layout in known)
+            raise CheckpointError(
+                f"{len(known)} layouts fit by name ({names}) and nothing tells which; give --layout with one of them, "
+                "or a golden, which decides"
+            )
+        return Detection(known[0] if known else next(drafts(tensors)), None)
     searcher = _Searcher(tensors, golden, budget or Budget(ImportConfig.search_budget), settings or {})
     search = None
     if known:
@@ -149,13 +153,13 @@ def detect(
         for as_written in (True, False):
             search = searcher.run(known, report, as_written=as_written)
             if search.best is not None and (search.accepted or search.is_cut):
-                return Detection(layout=search.best.layout, is_builtin=True, search=search)
+                return Detection(search.best.layout, search)
         report("no known layout reproduces the golden; matching names, indices and shapes")
     drafted = searcher.run(itertools.islice(drafts(tensors, golden), _MAX_DRAFTS), report)
     if drafted.best is not None and drafted.accepted and drafted.is_float32:
         drafted = _if_clear(drafted, drafted.best.layout, tensors, golden, report)
     best = drafted.best or (search.best if search else None)
-    return Detection(layout=best.layout if best else next(drafts(tensors, golden)), is_builtin=False, search=drafted)
+    return Detection(best.layout if best else next(drafts(tensors, golden)), drafted)
 
 
 def _if_clear(
@@ -171,16 +175,6 @@ def _if_clear(
     if unclear:
         report(f"error {found.error:.1e}, but other values of {', '.join(unclear)} come as near")
     return replace(search, accepted=not unclear)
-
-
-def _unproven(tensors: Mapping[str, Tensor], known: Sequence[Layout]) -> Detection:
-    if len(known) > 1:
-        names = ", ".join(layout.name for layout in known)
-        raise CheckpointError(
-            f"{len(known)} layouts fit by name ({names}) and nothing tells which; give --layout with one of them, "
-            "or a golden, which decides"
-        )
-    return Detection(layout=known[0] if known else next(drafts(tensors)), is_builtin=bool(known), search=None)
 
 
 class _Searcher:
@@ -211,17 +205,16 @@ class _Searcher:
             if candidate is not None and (best is None or candidate.error < best.error):
                 best = candidate
                 report(f"mapping {tried}, candidate {self.budget.spent:,}: error {best.error:.1e}")
-            if best is not None and best.error <= self._tolerance(best):
+            if best is not None and best.error <= tolerance(self.golden, best.layout.baseline):
                 break
             if accepted_at is None and best is not None and best.error <= FLOAT32_TOLERANCE:
                 accepted_at = tried
-        error, wanted = (math.inf, TOLERANCE) if best is None else (best.error, self._tolerance(best))
+        error, wanted = math.inf, TOLERANCE
+        if best is not None:
+            error, wanted = best.error, tolerance(self.golden, best.layout.baseline)
         accepted = error <= max(wanted, FLOAT32_TOLERANCE)
         is_cut = not accepted and self.budget.is_over
         return Search(best, accepted, error > wanted, tried, is_cut, wanted, self.refused)
-
-    def _tolerance(self, candidate: Candidate) -> float:
-        return tolerance(self.golden, candidate.layout.baseline)
 
     def _try(self, layout: Layout, found: Switches, *, as_written: bool) -> Candidate | None:
         # `found` has the switches of another layout that came close.
