@@ -16,7 +16,7 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.test_docs import blocks
 from tfexport.errors import CheckpointError, ConfigError
-from tfexport.importing.layout._grammar import Found, evaluate, matches, rule
+from tfexport.importing.layout._grammar import Rule, evaluate, matches
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names
 from tfexport.importing.layout.layout import (
     Layout,
@@ -96,7 +96,7 @@ def test_arithmetic_takes_nothing_else(text: str) -> None:
     ],
 )
 def test_a_key_is_renamed(source: str, target: str, key: str, name: str) -> None:
-    assert rule(source, target).match(key) == Found((name,), None)
+    assert Rule(source, target).match(key) == ((name,), None)
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_a_key_is_renamed(source: str, target: str, key: str, name: str) -> None
     ],
 )
 def test_a_key_of_another_line_is_left(source: str, key: str) -> None:
-    assert rule(source, "e.{i}").match(key) is None
+    assert Rule(source, "e.{i}").match(key) is None
 
 
 def test_parts_and_heads() -> None:
-    assert rule("a.{wb}", "e.[q/k/v].{wb}").match("a.bias") == Found(("e.q.bias", "e.k.bias", "e.v.bias"), None)
+    assert Rule("a.{wb}", "e.[q/k/v].{wb}").match("a.bias") == (("e.q.bias", "e.k.bias", "e.v.bias"), None)
     keys = [f"a.{i}.h.{h}.w" for i in range(2) for h in (2, 0, 1, 10)]
-    found = matches(rule("a.{i}.h.{h}.w", "e.{i}.w"), keys)
+    found = matches(Rule("a.{i}.h.{h}.w", "e.{i}.w"), keys)
     assert [match.targets for match in found] == [("e.0.w",), ("e.1.w",)]
     assert found[1].sources == ("a.1.h.0.w", "a.1.h.1.w", "a.1.h.2.w", "a.1.h.10.w")
 
@@ -139,7 +139,7 @@ def test_parts_and_heads() -> None:
     ],
 )
 def test_a_line_that_cannot_be(source: str, target: str, problem: str) -> None:
-    assert problem in says(ConfigError, lambda: rule(source, target))
+    assert problem in says(ConfigError, lambda: Rule(source, target))
 
 
 # Folds: each against NumPy-like indexing written out.

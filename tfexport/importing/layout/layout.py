@@ -1,7 +1,6 @@
-"""Define layouts: YAML files that map a state dict to the canonical model.
+"""Read and check layouts: YAML files that map a state dict to the canonical model.
 
-docs/reference/layouts.md documents the format. This module reads and checks the files. `grammar` parses patterns and
-arithmetic, `ops` defines the folds, and `apply` runs a layout.
+docs/reference/layouts.md documents the format.
 """
 
 import re
@@ -19,7 +18,7 @@ import yaml
 from tfexport._io.strict_json import MAX_CONFIG_BYTES, plain_problem
 from tfexport.config import Config, Ge, Lt, Match, TokenId
 from tfexport.errors import ConfigError, shortened
-from tfexport.importing.layout._grammar import Rule, names_in, rule
+from tfexport.importing.layout._grammar import Rule, names_in
 from tfexport.importing.layout.ops import OPERATIONS, SINUSOIDS, Step, parse_step
 from tfexport.nn.switches import SWITCHES, Switch, Value
 
@@ -146,17 +145,17 @@ def parse_line(text: str) -> Line:
     sides = re.fullmatch(r"\s*(\S+)\s+->(\??)\s+(\S+)\s*(\|>.*)?", text)
     if sides is None:
         raise ConfigError("expected 'SRC -> DST' and folds, each after |>")
-    parsed = rule(sides[1], sides[3])
+    rule = Rule(sides[1], sides[3])
     steps = tuple(parse_step(step) for step in (sides[4] or "").split("|>")[1:])
-    if wrong := sorted(name for name in parsed.targets() if not _CANONICAL.fullmatch(name)):
+    if wrong := sorted(name for name in rule.targets() if not _CANONICAL.fullmatch(name)):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ConfigError(f"{', '.join(wrong[:3])}{more}: no canonical name; docs/reference/layouts.md lists them")
     shapes = [OPERATIONS[step.name].shape for step in steps]
-    if shapes.count("splits") != parsed.splits:
+    if shapes.count("splits") != rule.splits:
         raise ConfigError("[…/…] on the right and one fold that splits go together")
-    if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * parsed.joins_heads:
+    if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * rule.joins_heads:
         raise ConfigError("{h} on the left and join_rows or join_columns as the first fold go together")
-    return Line(parsed, steps, bool(sides[2]))
+    return Line(rule, steps, bool(sides[2]))
 
 
 @cache
