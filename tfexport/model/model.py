@@ -18,8 +18,8 @@ from tfexport.bundle.manifest import Manifest
 from tfexport.contract import ModelSpec
 from tfexport.decode.loop import check_cancelled
 from tfexport.decode.offline import decode, stream
-from tfexport.decode.pieces import Pieces
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies

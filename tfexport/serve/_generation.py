@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tfexport.decode.alternatives import alternatives
-from tfexport.decode.pieces import Pieces
+from tfexport.decode.offline import alternatives
 from tfexport.decode.request import Request, Status
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import Pieces
 from tfexport.errors import Cancelled, DeadlineExceeded, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session

@@ -12,9 +12,9 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 from tfexport.decode.align import Alignment
-from tfexport.decode.pieces import Pieces
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import Pieces
 from tfexport.errors import (
     DeadlineExceeded,
     Draining,
