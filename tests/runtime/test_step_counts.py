@@ -19,12 +19,12 @@ import pytest
 
 import tfexport
 from tfexport.bundle.bundle import open_bundle
-from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
 from tfexport.nn.presets import build_preset
+from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.ort import _contrib as contrib
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import OrtDevice
