@@ -18,6 +18,12 @@ def run(*arguments: object, stdin: bytes | None = None) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
 
 
+def ran(*arguments: object, code: int = 0) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    return result
+
+
 def says_error(code: int, stdout: str, stderr: str, *messages: str) -> None:
     """Expect exit code 1, no output and, after lines of progress, one short line of error with every message in it."""
     *progress, error = stderr.splitlines()

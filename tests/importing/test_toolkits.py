@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
+from tests.command import ran
 from tests.importing.huggingface.published import opened
-from tfexport.cli import main
 from tfexport.importing.reference.golden import record
 from tfexport.importing.reference.texts import Texts
 from tfexport.model.model import Model
@@ -250,7 +249,7 @@ class User:
 
     def check(self, folder: Path, arguments: Sequence[str]) -> None:
         """Import as the page says, and compare all texts."""
-        ran(["import", *arguments, "--output", str(folder / "model")])
+        ran("import", *arguments, "--output", folder / "model")
         options = {"suppress_tokens": self.banned, "max_new_tokens": NEW_TOKENS}
         with Model(EagerSession(load_model(folder / "model")), *opened(folder / "model")) as model:
             found = [result.text for result in model.generate(self.texts, **options)]
@@ -259,12 +258,6 @@ class User:
         expected = [self.log_prob(*pair) for pair in zip(self.texts, self.targets, strict=True)]
         assert scores == pytest.approx(expected, abs=1e-4)
         assert len({round(score, 2) for score in expected}) > 30  # the texts tell models apart
-
-
-def ran(arguments: Sequence[str]) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def tokens(**ids: int) -> list[str]:

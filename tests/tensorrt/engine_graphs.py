@@ -86,13 +86,19 @@ def attention(
     return model([node], inputs, outputs)
 
 
-def cache_update(capacity: int | str = CAPACITY, *, precision: str = "fp32", through: str = "") -> bytes:
+def cache_update(
+    capacity: int | str = CAPACITY, *, axis: int = 2, precision: str = "fp32", through: str = "", rank: int = 4
+) -> bytes:
     """`TensorScatter` from an input to an output, or with an operator between it and the output."""
     dtype = FLOAT[precision]
-    shape, new = ["rows", HEADS, capacity, WIDTH], ["rows", HEADS, "target_len", WIDTH]
+    shape = ["rows", HEADS, capacity, WIDTH][:rank] if axis != 1 else ["rows", capacity, HEADS, WIDTH]
+    new = ["rows", HEADS, "target_len", WIDTH][:rank] if axis != 1 else ["rows", "target_len", HEADS, WIDTH]
     inputs = [value("past", shape, dtype), value("new", new, dtype), value("at", ["rows"], TensorProto.INT64)]
-    written = "written" if through else "present"
-    nodes = [helper.make_node("TensorScatter", ["past", "new", "at"], [written], name="write", axis=2)]
+    nodes = [
+        helper.make_node(
+            "TensorScatter", ["past", "new", "at"], ["written" if through else "present"], name="write", axis=axis
+        )
+    ]
     if through:
         nodes.append(helper.make_node(through, ["written"], ["present"], name="between"))
     return model(nodes, inputs, [value("present", shape, dtype)])

@@ -40,6 +40,7 @@ class Extensions(NamedTuple):
     log_probs: Floats
 
     def first(self, num: int) -> Extensions:
+        """Return the `num` best of each source."""
         return Extensions(self.rows[:, :num], self.token_ids[:, :num], self.log_probs[:, :num])
 
 
@@ -65,6 +66,7 @@ class Finished:
         self._ended: list[list[Ended]] = []
 
     def begin(self, sources: int) -> None:
+        """Add sources without a hypothesis."""
         self.worst = np.concatenate((self.worst, np.full(sources, -np.inf, np.float32)))
         self._ended += [[] for _ in range(sources)]
 
@@ -77,10 +79,12 @@ class Finished:
             self.worst[source] = best[-1].score
 
     def select(self, kept: Ids) -> None:
+        """Remove all sources except `kept`, int64 [new sources]."""
         self.worst = self.worst[kept]
         self._ended = [self._ended[source] for source in kept.tolist()]
 
     def hypotheses(self, source: int, count: int) -> list[Hypothesis]:
+        """Return at most `count` hypotheses of one source, best first."""
         return [
             Hypothesis(
                 token_ids=tuple(ended.token_ids[1:]),
@@ -93,7 +97,7 @@ class Finished:
 
 
 class BeamSearch:
-    """Beam search with num_beams beams per source; the methods are those of `Search`."""
+    """Beam search with num_beams beams per source."""
 
     follows_best = False
 
@@ -116,6 +120,7 @@ class BeamSearch:
         self._steps_left = 0  # until the first source is at its limit
 
     def add(self, requests: Sequence[Request]) -> None:
+        """Append sources, with one beam each and room for the others."""
         self.requests += requests
         by_row = [request for request in requests for _ in range(self.width)]
         self.history.add(request.prompt for request in by_row)
@@ -130,9 +135,11 @@ class BeamSearch:
         self._steps_left = int((self._limits - self._num_new).min())
 
     def num_candidates(self) -> int:
+        """Return how many candidates per row `take` needs."""
         return self._processors.num_candidates(self._num_extensions, self.history)
 
     def take(self, found: Candidates) -> Taken:
+        """Extend the beams and finish those that end."""
         done: dict[int, Outcome] = {}
         broken = is_broken(found)
         if broken is not None:
@@ -173,12 +180,15 @@ class BeamSearch:
         return Taken(order if moves else None, done)
 
     def steps_ahead(self) -> int:
-        return 1  # any step may reorder the beams
+        """Return 1, because any step may reorder the beams."""
+        return 1
 
     def follow(self, found: Candidates) -> None:
+        """Raise: it is never called, because `steps_ahead` is 1."""
         raise AssertionError("a beam search takes one step at a time")
 
     def remove(self, kept: Ids) -> None:
+        """Remove all sources except `kept`."""
         self.requests = [self.requests[place] for place in kept.tolist()]
         rows = rows_of(kept, self.width)
         self.history.keep(rows)

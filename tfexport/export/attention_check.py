@@ -27,7 +27,8 @@ _CAUSAL = ("is_causal", "unidirectional")
 def attention_problems(model: ir.Model | bytes) -> list[str]:
     """Describe each attention node that TensorRT would compute incorrectly.
 
-    Checks nested graphs and functions too. Only shapes of the model may change.
+    Args:
+        model: a model, of which only shapes may change, or its bytes; nested graphs and functions are checked too.
     """
     if isinstance(model, bytes):
         try:

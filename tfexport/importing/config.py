@@ -29,5 +29,5 @@ class ImportConfig(Config, subject="import"):
         if not self.builtin and self.layout != "auto":
             problems.append(f"builtin is false, but layout is {self.layout}; leave one of them out")
         if self.source_language is not None and (self.source_prefix or self.source_suffix):
-            problems.append("source_language says what stands around a source; leave source_prefix and suffix out")
+            problems.append("source_language sets the ids around a source; leave source_prefix and suffix out")
         return problems

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Inner
 
-from tfexport._io import process
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport._io.process import limits_memory
 from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
@@ -115,7 +115,7 @@ def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, byt
     if TARGET_TOKENIZER in files:
         sides[TOKENIZER] = "source"
     warnings = [check_coverage(raw, path, spec, sides[name]) for name, raw in files.items()]
-    if process.resource is None:
+    if not limits_memory():
         warnings.append("the tokenizer was tried without a limit of memory, which this system does not have")
     return files, [warning for warning in warnings if warning]
 
@@ -146,31 +146,31 @@ def _choose_languages(files: dict[str, bytes], tokenizers: Tokenizers) -> tuple[
     """
     inner = Inner.from_str(files[TOKENIZER].decode("utf-8"))
     before, after = around(inner)
-    spoken = [(i, token) for i in (*before, *after) if _LANGUAGE.fullmatch(token := str(inner.id_to_token(i)))]
+    own_languages = [(i, token) for i in (*before, *after) if _LANGUAGE.fullmatch(token := str(inner.id_to_token(i)))]
     source, target = tokenizers.source_language, tokenizers.target_language
     generation: dict[str, int] = {}
     if source is not None:
-        if len(spoken) != 1:
+        if len(own_languages) != 1:
             raise CheckpointError(
                 f"source_language is {source}, but this tokenizer puts no language around a source; "
                 "give the ids that it shall put there as --source-prefix and --source-suffix"
             )
-        own, (place, _) = _language_id(inner, source, "source_language"), spoken[0]
+        own, (place, _) = _language_id(inner, source, "source_language"), own_languages[0]
         before, after = (tuple(own if i == place else i for i in ids) for ids in (before, after))
     if target is not None:
         if (marian := inner.token_to_id(f">>{target}<<")) is not None:
             before = (marian, *before)
         else:
-            said = Inner.from_str(files.get(TARGET_TOKENIZER, files[TOKENIZER]).decode("utf-8"))
+            target_inner = Inner.from_str(files.get(TARGET_TOKENIZER, files[TOKENIZER]).decode("utf-8"))
             # mBART, but not mBART-50, starts a target with its language.
-            is_start = said.token_to_id("ar_AR") is not None and said.token_to_id("sl_SI") is None
+            is_start = target_inner.token_to_id("ar_AR") is not None and target_inner.token_to_id("sl_SI") is None
             option = "decoder_start_token_id" if is_start else "forced_bos_token_id"
-            generation = {option: _language_id(said, target, "target_language")}
+            generation = {option: _language_id(target_inner, target, "target_language")}
     if (before, after) != around(inner):
         surround(inner, before, after)
         files[TOKENIZER] = inner.to_str(pretty=True).encode()
-    told = [f"the source language is {token}; --source-language gives another" for _, token in spoken]
-    return generation, told if source is None else []
+    notes = [f"the source language is {token}; --source-language gives another" for _, token in own_languages]
+    return generation, notes if source is None else []
 
 
 def _language_id(inner: Inner, language: str, option: str) -> int:

@@ -220,7 +220,7 @@ def test_a_shared_table_that_is_left_over_is_left_out(tmp_path: Path) -> None:
 def test_an_output_that_is_neither_stored_nor_tied_is_refused(tmp_path: Path) -> None:
     today(tmp_path, "bart-large-cnn")
     untie(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match=r"no lm_head.weight, and config.json says tie_word_embeddings false"):
+    with pytest.raises(CheckpointError, match=r"no lm_head.weight, and config.json has tie_word_embeddings false"):
         imported(tmp_path)
 
 
@@ -228,9 +228,7 @@ def test_an_output_that_is_neither_stored_nor_tied_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "computed"])
 def test_tables_of_an_odd_width(name: str, stored: bool, tmp_path: Path) -> None:
     sizes = {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}
-    old = {key: value for key, value in CONFIGS[name].items() if not key.startswith(("normalize", "add_", "static"))}
     folder = published.write(tmp_path / "hf", name, **sizes)
-    (folder / "config.json").write_text(json.dumps({**old, **sizes}))
     if not stored:
         kept = {key: t for key, t in published.weights(folder).items() if "embed_positions" not in key}
         published.save(folder, kept)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner, Result
 from tokenizers import normalizers
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES as NLLB
 
 from tests import tiny
+from tests.command import ran
 from tests.importing.huggingface.odd_texts import odd_texts
 from tests.importing.huggingface.published import CLASSES, opened
 from tests.importing.huggingface.test_tokenizer_directories import (
@@ -28,7 +28,6 @@ from tests.importing.huggingface.test_tokenizer_directories import (
     train,
     write,
 )
-from tfexport.cli import main
 from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.importing.config import ImportConfig
@@ -225,25 +224,19 @@ def test_what_is_no_language_is_refused(tmp_path: Path) -> None:
         ImportConfig(source_language="de", source_suffix=(2,))
 
 
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, list(map(str, words)))
-    assert result.exit_code == code, result.output
-    return result
-
-
 def test_a_call_names_another_language(tmp_path: Path) -> None:
     hf, made, bundle = tmp_path / "hf", tmp_path / "model", tmp_path / "bundle"
     hf.mkdir()
     theirs, found = nllb(hf)
     write_model(hf, found)
     languages = ["--source-language", "eng_Latn", "--target-language", "deu_Latn"]
-    said = run("import", hf, "--output", made, *languages).stderr
+    said = ran("import", hf, "--output", made, *languages).stderr
     german, french = (theirs.convert_tokens_to_ids(name) for name in ("deu_Latn", "fra_Latn"))
     assert f"generates with forced_bos_token_id {german}" in said
-    run("onnx", made, "--output", bundle, "--forms", "concat", "--no-verify")
+    ran("onnx", made, "--output", bundle, "--forms", "concat", "--no-verify")
 
     def generate(*options: object, code: int = 0) -> Any:
-        call = run("generate", bundle, "the tokenizer", "--json", "--max-new-tokens", 3, *options, code=code)
+        call = ran("generate", bundle, "the tokenizer", "--json", "--max-new-tokens", 3, *options, code=code)
         return json.loads(call.stdout)["token_ids"] if code == 0 else call.stderr
 
     assert generate()[0] == german

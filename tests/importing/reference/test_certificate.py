@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from tests import tiny
+from tests.command import run
 from tfexport._io.names import CERTIFICATE
-from tfexport.cli import main
 from tfexport.describe import inspect_path
 from tfexport.importing.layout.apply import Canonical, LineUse
 from tfexport.importing.layout.sizes import configured as with_values
@@ -188,7 +187,7 @@ def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
     assert json.loads(text)["unverified"] == list(certificate.unverified)
     save_model(tiny.model(canonical.config, dtype=torch.float32), tmp_path / "m")
     (tmp_path / "m" / CERTIFICATE).write_text(text, encoding="utf-8")
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "m")])
+    shown = run("inspect", tmp_path / "m")
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "Certificate" in shown.output
     assert "layout mine, proven: error" in shown.output
@@ -198,9 +197,9 @@ def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
 
 def test_without_a_golden_it_says_so(tmp_path: Path) -> None:
     save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
-    assert "Certificate" not in CliRunner().invoke(main, ["inspect", str(tmp_path / "m")]).output
+    assert "Certificate" not in run("inspect", tmp_path / "m").output
     (tmp_path / "m" / CERTIFICATE).write_text(json.dumps(unproven("guess").to_dict()), encoding="utf-8")
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "m")]).output
+    shown = run("inspect", tmp_path / "m").output
     assert "layout guess, NOT PROVEN" in shown
     assert "there was no golden" in shown
 
@@ -209,7 +208,7 @@ def test_without_a_golden_it_says_so(tmp_path: Path) -> None:
 def test_a_damaged_certificate_is_one_line(content: str, tmp_path: Path) -> None:
     save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
     (tmp_path / "m" / CERTIFICATE).write_text(content, encoding="utf-8")
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "m")])
+    shown = run("inspect", tmp_path / "m")
     assert shown.exit_code == 1
     assert shown.stderr.startswith("error: ")
     assert "certificate.json" in shown.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import onnx_ir as ir
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from tfexport.contract import ENCODER
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.switches import SWITCHES
 from tfexport.precision import Precision
 
@@ -58,15 +60,13 @@ class ModuleTraits:
     value_dim: int = 0
 
 
-class TracedCache(Cache):
+class TracedCache(Cache, Protocol):
     """A cache whose buffers are inputs and outputs of a graph.
 
     Attributes:
-        past: one `KeyValue` per layer; not changed.
-        present: filled by `attend`, complete after every layer has attended.
+        present: one `KeyValue` per layer, complete after every layer has attended.
     """
 
-    past: Sequence[KeyValue]
     present: list[KeyValue]
 
 
@@ -93,9 +93,9 @@ class DecoderForm:
     """
 
     supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config
-    cache: Callable[..., TracedCache | ConcatCache]
-    cross: Callable[[Sequence[KeyValue], Tensor], Cross] = Cross
-    source: Callable[[Tensor], Source] = Source
+    cache: Callable[..., TracedCache]
+    cross: Callable[[Sequence[KeyValue], Tensor], Cross] = CrossCache
+    source: Callable[[Tensor], Source] = PaddedSource
     encoder: str = ENCODER
     opset: int | None = None
     portable: bool = True

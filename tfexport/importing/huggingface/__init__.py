@@ -133,21 +133,21 @@ def read_tokens(reader: Reader, generation: Mapping[str, Any], given: Collection
     """Read the token ids of a directory of any family as settings."""
     decoder = reader.config.get("decoder")
     of_decoder = {"decoder_start_token_id": None, **decoder} if isinstance(decoder, dict) else {}
-    said = {**of_decoder, **reader.config, **{name: value for name, value in generation.items() if value is not None}}
-    if said.get("decoder_start_token_id", 0) is None and _is_token(said.get("bos_token_id")):
-        said["decoder_start_token_id"] = said["bos_token_id"]  # as `generate` does
+    stored = {**of_decoder, **reader.config, **{name: value for name, value in generation.items() if value is not None}}
+    if stored.get("decoder_start_token_id", 0) is None and _is_token(stored.get("bos_token_id")):
+        stored["decoder_start_token_id"] = stored["bos_token_id"]  # as `generate` does
     found: dict[str, Value] = {}
     for ours, theirs in _TOKENS.items():
-        value = said.get(theirs)
+        value = stored.get(theirs)
         if theirs == "eos_token_id" and isinstance(value, list) and value:
             value = value[0]  # the model has one end token; generation uses all of them
         if _is_token(value):
             found[f"tokens.{ours}"] = value
-        elif theirs in said and f"tokens.{ours}" not in given:
+        elif theirs in stored and f"tokens.{ours}" not in given:
             reader.problems.append(
                 f"{theirs} is {shortened(value)}, expected a whole number; give --set tokens.{ours}=ID"
             )
-    unknown = said.get("unk_token_id")
+    unknown = stored.get("unk_token_id")
     return found | ({"tokens.unk": unknown} if _is_token(unknown) else {})
 
 
@@ -169,7 +169,7 @@ def as_loaded(
     tables = [f"{base}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
     if head not in found and not family.is_tied and config.get("tie_word_embeddings", True) is False:
         raise CheckpointError(
-            f"the weights have no {head}, and config.json says tie_word_embeddings false; save the whole model"
+            f"the weights have no {head}, and config.json has tie_word_embeddings false; save the whole model"
         )
     if shared in found and all(table in found for table in tables):
         # Each side has its own table, usually with equal values.

@@ -48,12 +48,12 @@ def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
 
 
 def _rotary_base(reader: Reader) -> float:
-    said = reader.config.get("rope_parameters") or reader.config.get("rope_scaling") or {}
-    kind = said.get("rope_type", said.get("type", "default")) if isinstance(said, dict) else said
+    rope = reader.config.get("rope_parameters") or reader.config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind != "default":
         reader.problems.append(f"{reader.prefix}rope_parameters has {shortened(kind)}, expected rope_type default")
         return 1.0
-    base = said.get("rope_theta", reader.config.get("rope_theta", 10000.0))
+    base = rope.get("rope_theta", reader.config.get("rope_theta", 10000.0))
     if isinstance(base, int | float) and base > 0:
         return float(base)
     reader.problems.append(f"{reader.prefix}rope_theta is {shortened(base)}, expected a number above 0")

@@ -65,8 +65,8 @@ def read_generation(
         raise_all(ConfigError, name, defaults.token_problems(vocab))
     except ConfigError as error:
         raise CheckpointError(f"{error}; change it there, or take it out") from error
-    told = ", ".join(f"{key} {json.dumps(value)}" for key, value in defaults.given().items())
-    first = [f"generates with {told} unless told otherwise"] if told else []
+    listed = ", ".join(f"{key} {json.dumps(value)}" for key, value in defaults.given().items())
+    first = [f"generates with {listed} unless told otherwise"] if listed else []
     return defaults, [f"{name}: {note}" for note in [*first, *notes]]
 
 

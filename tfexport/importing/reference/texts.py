@@ -82,16 +82,16 @@ def _record_text(
         return TextSample(text=text, source_ids=source)
     assert texts.to_text is not None
     assert texts.start is not None
-    said = _ids(texts.target_prefix)
+    target = _ids(texts.target_prefix)
     source_ids = torch.tensor([source])
     with torch.no_grad():
         for _ in range(texts.max_new_tokens):
-            target_ids = torch.tensor([[texts.start, *said]])
+            target_ids = torch.tensor([[texts.start, *target]])
             logits = forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), target_ids)
-            said = (*said, int(logits[0, -1].argmax()))
-            if said[-1] == texts.end:
+            target = (*target, int(logits[0, -1].argmax()))
+            if target[-1] == texts.end:
                 break
-    return TextSample(text=text, source_ids=source, target_ids=said, output=texts.to_text(list(said)))
+    return TextSample(text=text, source_ids=source, target_ids=target, output=texts.to_text(list(target)))
 
 
 def _ids(given: Any) -> Ids:
