@@ -27,9 +27,8 @@ from timing import Effort, interleaved, median, memory_bandwidth, repeat, stopwa
 import tfexport
 from tfexport.bench.machine import environment
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.errors import TfexportError
-from tfexport.runtime.cpu import available_cores
+from tfexport.runtime.cpu import available_cores, step_weight_bytes
 from tfexport.runtime.session import Session
 
 TURN = Effort(warm_up=1, least_runs=3, least_s=0.05)

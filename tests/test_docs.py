@@ -198,4 +198,4 @@ def test_every_point_names_tests_that_there_are(row: list[str]) -> None:
     named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row[2])
     assert named
     for file, name in named:
-        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"

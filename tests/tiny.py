@@ -139,6 +139,7 @@ VARIANTS = {
         tie_output=True,
     ),
 }
+ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
 # For what exports them all, which is slow: those that differ from another one in less are tried with the slow tests.
 VARIANT_NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if name in ("pre-std", "umt5") else name for name in VARIANTS

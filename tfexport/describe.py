@@ -31,7 +31,6 @@ from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults
 from tfexport.bundle.contents import stale_sources, unsealed
 from tfexport.bundle.manifest import read_sources
-from tfexport.bundle.vocabulary import read_vocabulary
 from tfexport.contract import ALIGNMENT
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
 from tfexport.generation import GenerationDefaults
@@ -219,15 +218,31 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
 def _tokenizers(bundle: Bundle) -> dict[str, Any]:
     names = [name for name in (TOKENIZER, TARGET_TOKENIZER) if name in bundle.manifest.files]
     ids = dataclasses.asdict(bundle.manifest.spec.tokens)
-    found = {name: read_vocabulary(bundle.file(name)) for name in names}
-    return {
-        name: {
-            "model": one.model,
-            "size": len(one.tokens),
-            "tokens": {token: one.tokens.get(number) for token, number in ids.items() if number is not None},
-        }
-        for name, one in found.items()
-    }
+    found = {}
+    for name in names:
+        model, tokens = _read_tokenizer(bundle.file(name))
+        special = {token: tokens.get(number) for token, number in ids.items() if number is not None}
+        found[name] = {"model": model, "size": len(tokens), "tokens": special}
+    return found
+
+
+def _read_tokenizer(path: Path) -> tuple[str | None, dict[int, str]]:
+    """Return the kind of model and the tokens of a tokenizer.json, without the library `tokenizers`.
+
+    An invalid file has no tokens.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+        model = data["model"]
+        vocab = model["vocab"]
+        # Unigram lists pieces with their scores.
+        pairs = zip(vocab.values(), vocab, strict=True) if isinstance(vocab, dict) else enumerate(p[0] for p in vocab)
+        tokens = dict(pairs) | {one["id"]: one["content"] for one in data.get("added_tokens", [])}
+        kind = model.get("type")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None, {}
+    is_valid = all(isinstance(number, int) and isinstance(token, str) for number, token in tokens.items())
+    return (kind if isinstance(kind, str) else None), (tokens if is_valid else {})
 
 
 def _token_rows(ids: Mapping[str, int | None], tokenizers: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.decode.scripted import EOS, START, ScriptedBatch, ScriptedSession, drawn, table
-from tfexport.decode._sampling import distribution
+from tfexport.decode._greedy import distribution
 from tfexport.decode.offline import decode, stream
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import BackendError, InputError

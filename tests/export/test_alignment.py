@@ -6,41 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import torch
 
 from tests import tiny
-from tests.conftest import DATES
 from tests.tiny import VARIANT_NAMES, VARIANTS
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import AlignmentHeads, Form
+from tfexport.contract import AlignmentHeads, Quantization
 from tfexport.describe import describe, inspect_path
-from tfexport.export import export_bundle
-from tfexport.export.config import ExportConfig
-from tfexport.nn.directory import save_model
+from tfexport.export._trace import trace_alignment
+from tfexport.export.quantize.integers import write_integer_graphs
+from tfexport.nn.config import model_spec
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Aligns
 
 
-@pytest.fixture(scope="session")
-def middle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """Export a model of three layers with the second one's attention as alignment, verified; not to be changed."""
-    config = ExportConfig(forms=("concat",), alignment=AlignmentHeads(layer=-2, heads=(3, 1)))
-
-    def make(path: Path) -> None:
-        directory = path.with_name(f"{path.name}-model")
-        save_model(tiny.model(VARIANTS["mixed"], dtype=torch.float32), directory)
-        export_bundle(str(directory), path, config)
-
-    return once("aligned-in-the-middle", make)
-
-
-def test_what_lies_behind_the_layer_is_left_out(middle: Path) -> None:
-    graph = onnx.load(middle / "alignment.onnx", load_external_data=False).graph
-    names = {weight.name.removeprefix("model.") for weight in graph.initializer}
+def test_what_lies_behind_the_layer_is_left_out() -> None:
+    model = tiny.model(VARIANTS["mixed"], dtype=torch.float32)
+    named = AlignmentHeads(layer=1, heads=(3, 1))
+    graph = trace_alignment(model, model_spec(model.config, "fp32"), named, 18).graph
+    names = {name.removeprefix("model.") for name in graph.initializers}
     of_decoder = {name for name in names if name.startswith(("dec.layers", "out."))}
     assert {name.split(".")[2] for name in of_decoder} == {"0", "1"}
     assert not {name for name in of_decoder if name.startswith(("dec.layers.1.ffn", "dec.layers.1.cross.v", "out."))}
@@ -71,29 +58,23 @@ def test_every_variant_says_what_eager_says(name: str, variant: Callable[[str], 
             assert np.abs(alone[0] - got[row, :, :length]).max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("precision", "form"), [pytest.param("fp16", "concat", marks=pytest.mark.slow), ("int8", "contrib")]
-)
-def test_narrow_bundles_align_about_as_eager_does(
-    precision: str, form: Form, dates_aligned: Path, tmp_path: Path
-) -> None:
-    config = ExportConfig(precision=precision, forms=(form,), alignment=AlignmentHeads(layer=-1))
-    bundle = export_bundle(str(DATES), tmp_path / "narrow", config, verify=False)
-    assert bundle.manifest.alignment == AlignmentHeads(layer=1, heads=(0, 1, 2, 3))
-    import tfexport
-
-    pair = (["Dienstag, 3. März 2026"], ["2026-03-03"])
-    with tfexport.load(dates_aligned) as exact, tfexport.load(bundle.path) as narrow:
-        (expected,), (got,) = exact.align(*pair), narrow.align(*pair)
-    assert np.abs(expected.weights - got.weights).max() < 0.05
+def test_an_int8_graph_aligns_about_as_that_of_float32(dates_aligned: Path, tmp_path: Path) -> None:
+    manifest, quantization = open_bundle(dates_aligned).manifest, Quantization(weights="int8")
+    write_integer_graphs(dates_aligned, manifest.graphs, tmp_path, quantization)
+    batch = [array.numpy() for array in tiny.batch(vocab=12)]
+    exact, narrow = (
+        OrtSession(
+            Graphs({name: folder / entry.file for name, entry in manifest.graphs.items()}, manifest.spec, weights),
+            "contrib",
+            threads=1,
+        ).align(*batch)
+        for folder, weights in ((dates_aligned, None), (tmp_path, "int8"))
+    )
+    assert 0 < np.abs(exact - narrow).max() < 0.05
 
 
-def test_the_manifest_and_inspect_say_layer_and_heads(middle: Path) -> None:
-    manifest = open_bundle(middle).manifest
-    assert manifest.alignment == AlignmentHeads(layer=1, heads=(3, 1))
-    assert manifest.parity is not None
-    assert manifest.parity["passed"] is True
-    found = inspect_path(middle)
-    assert found["alignment"] == {"layer": 1, "heads": (3, 1)}
-    lines = describe(found)
-    assert "Graph alignment: alignment.onnx, opset 18, attention of layer 1, heads 3, 1" in lines
+def test_the_manifest_and_inspect_say_layer_and_heads(variant: Callable[[str], Path]) -> None:
+    assert open_bundle(variant("post")).manifest.alignment == AlignmentHeads(layer=1, heads=(1, 2))
+    found = inspect_path(variant("post"))
+    assert found["alignment"] == {"layer": 1, "heads": (1, 2)}
+    assert "Graph alignment: alignment.onnx, opset 18, attention of layer 1, heads 1, 2" in describe(found)

@@ -1,8 +1,7 @@
-"""Modules that no layout expresses export by their two methods alone: rotary positions, ALiBi, parallel sublayers."""
+"""A module that no layout expresses exports by its two methods: ALiBi, capped scores by hand, parallel sublayers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tfexport.contract import ModelSpec, TokenIds
+from tfexport.contract import DECODER, Form, ModelSpec, TokenIds
 from tfexport.decode.offline import decode
 from tfexport.export.write import write_graphs
 from tfexport.generation import DecodeConfig
-from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
-from tfexport.nn.source import CrossCache, PaddedSource
+from tfexport.nn.cache import Cache, Cross, KeyValue, Source
+from tfexport.nn.source import PaddedSource
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
 
 VOCAB, D, HEADS, LAYERS, LENGTH = 37, 32, 4, 2, 20
 WIDTH = D // HEADS
-
-
-def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn pairs of columns of [rows, len, heads, d] by an angle that grows with the position (arXiv:2104.09864)."""
-    angle = positions[:, :, None, None] * 10000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
-    cos, sin = angle.cos(), angle.sin()
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
 def slopes(positions: Tensor, keys: int) -> Tensor:
@@ -69,33 +60,27 @@ class Parallel(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-class Modern(nn.Module):
-    """Rotary positions or ALiBi on both sides, the latter also with capped scores; no table, parallel sublayers."""
+class ByHand(nn.Module):
+    """ALiBi on both sides and capped scores in the decoder; no position table, parallel sublayers."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kind = kind
         self.source, self.target = nn.Embedding(VOCAB, D), nn.Embedding(VOCAB, D)
         self.encoder = nn.ModuleList(Parallel(cross=False) for _ in range(LAYERS))
         self.decoder = nn.ModuleList(Parallel(cross=True) for _ in range(LAYERS))
         self.out = nn.Linear(D, VOCAB)
 
-    def own(self, layer: Parallel, y: Tensor, positions: Tensor) -> list[Tensor]:
-        """Project to query, key and value, [rows, len, heads, d], and turn the first two."""
-        query, key, value = map(layer.heads, layer.qkv(y).chunk(3, -1))
-        turned = self.kind == "rotary"
-        return [rotated(query, positions) if turned else query, rotated(key, positions) if turned else key, value]
-
-    def bias(self, positions: Tensor, keys: int) -> Tensor | None:
-        return slopes(positions, keys) if self.kind in ("alibi", "capped") else None
+    def own(self, layer: Parallel, y: Tensor) -> list[Tensor]:
+        """Project to query, key and value, [rows, len, heads, d]."""
+        return [layer.heads(part) for part in layer.qkv(y).chunk(3, -1)]
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
         x = self.source(source_ids)
         positions = torch.arange(source_ids.shape[1])[None]
-        bias = self.bias(positions, source_ids.shape[1])
+        bias = slopes(positions, source_ids.shape[1])
         for i, layer in enumerate(self.encoder):
             y = layer.norm(x)
-            parts = (part.flatten(0, 1) for part in self.own(layer, y, positions))
+            parts = (part.flatten(0, 1) for part in self.own(layer, y))
             found = source.attend(i, *parts, bias, scale=WIDTH**-0.5).unflatten(0, source_ids.shape)
             x = x + layer.out(found) + layer.network(y)
         return [
@@ -105,15 +90,11 @@ class Modern(nn.Module):
 
     def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         x, positions = self.target(target_ids), cache.positions
-        bias = self.bias(positions, cache.key_len)
+        bias = slopes(positions, cache.key_len)
         for i, layer in enumerate(self.decoder):
             y = layer.norm(x)
-            query, key, value = self.own(layer, y, positions)
-            if self.kind == "capped":
-                found = by_hand(query, KeyValue(key.transpose(1, 2), value.transpose(1, 2)), bias, cache, i)
-            else:
-                parts = (part.flatten(0, 1) for part in (query, key, value))
-                found = cache.attend(i, *parts, bias, scale=WIDTH**-0.5).unflatten(0, target_ids.shape)
+            query, key, value = self.own(layer, y)
+            found = by_hand(query, KeyValue(key.transpose(1, 2), value.transpose(1, 2)), bias, cache, i)
             look = cross.attend(i, layer.heads(layer.cross_q(y)).flatten(0, 1), scale=WIDTH**-0.5)
             x = x + layer.out(found) + layer.cross_out(look.unflatten(0, target_ids.shape)) + layer.network(y)
         return self.out(x[:, -1])
@@ -125,11 +106,8 @@ class Modern(nn.Module):
         causal = torch.ones(target_ids.shape[1], target_ids.shape[1], dtype=torch.bool).tril()
         for layer, memory in zip(self.decoder, cross, strict=True):
             y = layer.norm(x)
-            query, key, value = (part.transpose(1, 2) for part in self.own(layer, y, positions))
-            scores = query @ key.mT / WIDTH**0.5
-            bias = self.bias(positions, target_ids.shape[1])
-            scores = scores if bias is None else scores + bias
-            scores = capped(scores) if self.kind == "capped" else scores
+            query, key, value = (part.transpose(1, 2) for part in self.own(layer, y))
+            scores = capped(query @ key.mT / WIDTH**0.5 + slopes(positions, target_ids.shape[1]))
             found = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ value
             looked = (layer.heads(layer.cross_q(y)).transpose(1, 2) @ memory.key.mT / WIDTH**0.5).masked_fill(
                 ~source_mask[:, None, None], -torch.inf
@@ -154,37 +132,30 @@ SPEC = ModelSpec(
 )
 
 
-def made(kind: str) -> Modern:
-    model = Modern(kind)
+def made() -> ByHand:
+    model = ByHand()
     tiny.randomise(model)
     return model.eval()
 
 
-@pytest.fixture(scope="session", params=["rotary", pytest.param("alibi", marks=pytest.mark.slow), "capped"])
-def exported(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path], object]], Path]) -> tuple[str, Path]:
-    def make(path: Path) -> None:
-        folder = path.with_name(f"{path.name}-unfinished")
-        folder.mkdir(exist_ok=True)
-        write_graphs(made(request.param), SPEC, folder, forms=("concat", "static"), opset=18, report=lambda _: None)
-        folder.rename(path)
-
-    return request.param, once(f"protocol-{request.param}", make)
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("protocol")
+    write_graphs(made(), SPEC, folder, forms=("concat", "static"), opset=18, report=lambda _: None)
+    return folder
 
 
-def opened(path: Path, form: str) -> object:
-    files = {"encoder": "encoder.onnx", "decoder": "decoder.onnx", "decoder_static": "decoder_static.onnx"}
-    return OrtSession(Graphs({name: path / file for name, file in files.items()}, SPEC), form)
+def opened(path: Path, form: Form) -> OrtSession:
+    return OrtSession(Graphs({name: path / f"{name}.onnx" for name in ("encoder", DECODER[form])}, SPEC), form)
 
 
 @pytest.mark.parametrize("form", ["concat", "static"])
-def test_every_step_says_what_all_positions_at_once_say(form: str, exported: tuple[str, Path]) -> None:
+def test_every_step_says_what_all_positions_at_once_say(form: Form, exported: Path) -> None:
     """Uneven sources with padding; a step of several tokens first, then one by one."""
-    kind, path = exported
     source_ids, source_mask, target_ids = tiny.batch(vocab=VOCAB)
     with torch.inference_mode():
-        expected = made(kind).whole(source_ids, source_mask, target_ids).numpy()
-    session = opened(path, form)
-    batch, worst, prompt_len = session.batch(), 0.0, 3
+        expected = made().whole(source_ids, source_mask, target_ids).numpy()
+    batch, worst, prompt_len = opened(exported, form).batch(), 0.0, 3
     batch.add(source_ids.numpy(), source_mask.numpy(), target_ids[:, :prompt_len].tolist())
     for position in range(prompt_len - 1, target_ids.shape[1]):
         found = batch.step(target_ids[:, position].numpy(), VOCAB)
@@ -194,10 +165,9 @@ def test_every_step_says_what_all_positions_at_once_say(form: str, exported: tup
 
 
 @pytest.mark.parametrize("form", ["concat", "static"])
-def test_greedy_texts_are_those_of_the_eager_module(form: str, exported: tuple[str, Path]) -> None:
+def test_greedy_texts_are_those_of_the_eager_module(form: Form, exported: Path) -> None:
     """Token by token, without any cache, and however the sources are batched."""
-    kind, path = exported
-    model = made(kind)
+    model = made()
     sources = [[5, 6, 7, 8], [11, 12], [30, 3, 9, 10, 20, 21]]
 
     def eager(source: list[int]) -> tuple[int, ...]:
@@ -211,27 +181,9 @@ def test_greedy_texts_are_those_of_the_eager_module(form: str, exported: tuple[s
     config = DecodeConfig(max_new_tokens=9)
     expected = [eager(source) for source in sources]
     assert len(set(expected)) == len(sources)
-    session = opened(path, form)
+    session = opened(exported, form)
     assert [best[0].token_ids for best in decode(session, sources, config)] == expected
     assert [decode(session, [source], config)[0][0].token_ids for source in sources] == expected
     beams = DecodeConfig(num_beams=4, max_new_tokens=9)
     together = [best[0].token_ids for best in decode(session, sources, beams)]
     assert together == [decode(session, [source], beams)[0][0].token_ids for source in sources]
-
-
-def test_positions_matter_and_cached_is_uncached() -> None:
-    """The models are what their names say: without their positions the outputs change."""
-    source_ids, source_mask, target_ids = tiny.batch(vocab=VOCAB)
-    found = {}
-    for kind in ("rotary", "alibi", "capped", "none"):
-        model = made(kind).double()
-        empty = torch.zeros(3, HEADS, 0, WIDTH, dtype=torch.float64)
-        cache = ConcatCache([KeyValue(empty, empty)] * LAYERS, target_ids)
-        with torch.inference_mode():
-            found[kind] = model.whole(source_ids, source_mask, target_ids)
-            cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
-            cached = model.decode_step(target_ids, cross, cache)
-        assert (cached - found[kind][:, -1]).abs().max() < 1e-12
-    assert (found["rotary"] - found["none"]).abs().max() > 0.1
-    assert (found["alibi"] - found["none"]).abs().max() > 0.1
-    assert (found["capped"] - found["alibi"]).abs().max() > 0.1

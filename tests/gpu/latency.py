@@ -13,9 +13,9 @@ from tests.gpu.job import Job
 from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
-from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.contract import Device
 from tfexport.precision import FLOAT, Precision
+from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.registry import Graphs, LoadOptions, open_session
 from tfexport.tensorrt.config import Target
 from tfexport.tensorrt.session._resources import ITEM_BYTES
@@ -58,7 +58,7 @@ def _run(
 
 
 def report(session: Any, read: float, numbers: dict[str, Any]) -> None:
-    """Write down what a step takes: of time first, since no profiler can spoil that."""
+    """Measure time before launches, because a profiler would change it."""
     numbers.update(measure(session, read))
     numbers["launches"] = launches(session, given_to_gpu)
 

@@ -36,13 +36,12 @@ def primitives(job: Job, device: str = "cuda", large_bytes: int = LARGE_BYTES) -
 
 
 def tiny_kernels(number: torch.Tensor) -> None:
-    """Queue as many kernels as a step has, each on one number."""
     for _ in range(NUM_KERNELS):
         number.add_(1)
 
 
 def bandwidth(device: str, num_bytes: int) -> dict[str, float]:
-    """Return the bandwidth of the device's memory in GB/s: of a copy, of a sum, which reads alone, and the larger."""
+    """Return GB/s of a copy, of a sum, which only reads, and the larger."""
     numbers = torch.ones(num_bytes // 4, device=device)
     other = torch.empty_like(numbers)
     copied = 2 * num_bytes / (median_us(lambda: other.copy_(numbers)) * 1e3)
@@ -51,7 +50,7 @@ def bandwidth(device: str, num_bytes: int) -> dict[str, float]:
 
 
 def replay_us(queue: Call) -> float:
-    """Capture what is queued in a CUDA graph, and return the microseconds of a replay."""
+    """Return the microseconds of a replay of the calls in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -64,7 +63,7 @@ def replay_us(queue: Call) -> float:
 
 
 def median_us(queue: Call) -> float:
-    """Return the microseconds between two events around what is queued, the median."""
+    """Return the median of the microseconds that the calls take."""
     found = []
     for run in range(WARM_UP + RUNS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

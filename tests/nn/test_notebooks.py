@@ -7,8 +7,6 @@ A record is a state dict and, from the original eager module in float64, inputs 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from torch import Tensor, nn
 from models.from_scratch.notebook_001 import Notebook001
 from models.from_scratch.notebook_003 import Notebook003
 from tests import tiny
+from tfexport.importing.layout.apply import apply_layout
+from tfexport.importing.layout.layout import builtin_layouts
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.layers import LayerNorm
 from tfexport.nn.presets import preset
@@ -58,75 +58,21 @@ def shrunk(name: str, state: dict[str, Tensor], *, num_heads: int) -> Transforme
     )
 
 
-def renamed_001(key: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    attentions = {"self_attention_block": "self", "cross_attention_block": "cross"}
-    rules: list[tuple[str, Callable[..., str]]] = [
-        (
-            r"(enc|dec)oder\.layers\.(\d)\.(\w+_attention_block)\.w_(\w)\.(\w+)",
-            lambda side, i, block, part, kind: f"{side}.layers.{i}.{attentions[block]}.{part}.{kind}",
-        ),
-        (
-            r"(enc|dec)oder\.layers\.(\d)\.feed_forward_block\.linear_(\d)\.(\w+)",
-            lambda side, i, n, kind: f"{side}.layers.{i}.ffn.fc{n}.{kind}",
-        ),
-        (
-            r"(enc|dec)oder\.layers\.(\d)\.residual_connections\.(\d)\.norm\.(\w+)",
-            lambda side, i, n, kind: f"{side}.layers.{i}.norm{int(n) + 1}.{kind.replace('alpha', 'weight')}",
-        ),
-        (r"(enc|dec)oder\.norm\.(\w+)", lambda side, kind: f"{side}.norm.{kind.replace('alpha', 'weight')}"),
-        (r"(src|tgt)_embed\.embedding\.weight", lambda side: f"{'enc' if side == 'src' else 'dec'}.embed.weight"),
-        (r"(src|tgt)_pos\.pe", lambda side: f"{'enc' if side == 'src' else 'dec'}.pos"),
-        (r"projection_layer\.proj\.(\w+)", lambda kind: f"out.{kind}"),
-    ]
-    return first_match(rules, key), tensor.expand(32) if tensor.numel() == 1 else tensor.squeeze(0)
-
-
-def renamed_003(key: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    attentions = {"attention": "self", "attention_1": "self", "attention_2": "cross"}
-    linears = {"0": "fc1", "2": "fc2"}
-    rules: list[tuple[str, Callable[..., str]]] = [
-        (
-            r"(enc|dec)oder\.transformer_blocks\.(\d)\.(attention\w*)\.(query|key|value|out)\.(\w+)",
-            lambda side, i, block, part, kind: f"{side}.layers.{i}.{attentions[block]}.{part[0]}.{kind}",
-        ),
-        (
-            r"(enc|dec)oder\.transformer_blocks\.(\d)\.norm(\d)\.(\w+)",
-            lambda side, i, n, kind: f"{side}.layers.{i}.norm{n}.{kind}",
-        ),
-        (
-            r"(enc|dec)oder\.transformer_blocks\.(\d)\.ff\.(\d)\.(\w+)",
-            lambda side, i, n, kind: f"{side}.layers.{i}.ffn.{linears[n]}.{kind}",
-        ),
-        (r"(enc|dec)oder\.norm\.(\w+)", lambda side, kind: f"{side}.norm.{kind}"),
-        (r"(enc|dec)oder\.embedding\.weight", lambda side: f"{side}.embed.weight"),
-        (r"(enc|dec)oder\.pos_encoding\.pe", lambda side: f"{side}.pos"),
-        (r"decoder\.out\.(\w+)", lambda kind: f"out.{kind}"),
-    ]
-    return None if key.endswith("causal_mask") else (first_match(rules, key), tensor.squeeze(0))
-
-
-def first_match(rules: list[tuple[str, Callable[..., str]]], key: str) -> str:
-    for pattern, name in rules:
-        found = re.fullmatch(pattern, key)
-        if found:
-            return name(*found.groups())
-    raise AssertionError(f"no rule for {key}")
-
-
 @pytest.mark.skipif(not RECORDS.is_dir(), reason="recorded outputs of the notebooks are not here")
 @pytest.mark.parametrize(
-    ("name", "record", "renamed"),
-    [("notebook-001", "hkproj_2023_05", renamed_001), ("notebook-003", "lazyprogrammer", renamed_003)],
+    ("name", "record", "layout"),
+    [("notebook-001", "hkproj_2023_05", "hkproj"), ("notebook-003", "lazyprogrammer", "lazyprogrammer")],
 )
-def test_equals_recorded_output(
-    name: str, record: str, renamed: Callable[[str, Tensor], tuple[str, Tensor] | None]
-) -> None:
-    pairs = [renamed(key, tensor) for key, tensor in load_file(RECORDS / f"{record}.safetensors").items()]
-    state = dict(pair for pair in pairs if pair)
+def test_equals_recorded_output(name: str, record: str, layout: str) -> None:
+    """The layout gives the canonical names; the preset gives the switches."""
     golden = load_file(RECORDS / f"{record}.golden.safetensors")
     with safe_open(RECORDS / f"{record}.golden.safetensors", "pt") as file:
         notes = file.metadata()
-    model = Transformer(shrunk(name, state, num_heads=int(notes["heads"]))).double().eval()
+    heads, named = int(notes["heads"]), builtin_layouts()[layout]
+    tokens = {f"tokens.{token}": 0 for token in ("pad", "start", "eos") if token not in named.tokens}
+    applied = apply_layout(named, load_file(RECORDS / f"{record}.safetensors"), heads=heads, settings=tokens)
+    state = applied.model().state_dict()
+    model = Transformer(shrunk(name, state, num_heads=heads)).double().eval()
     model.load_state_dict(state)
     with torch.no_grad():
         output = model(golden["source_ids"], golden["source_keep"], golden["target_ids"])

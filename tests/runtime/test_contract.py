@@ -147,27 +147,6 @@ def test_given_targets_are_scored(session: Session, model: Transformer) -> None:
         np.testing.assert_allclose(one.log_probs, expected[np.arange(len(target_ids)), target_ids], atol=2 * ATOL)
 
 
-def test_a_step_with_given_tokens_counts_as_any_other(session: Session, model: Transformer) -> None:
-    source = sources(model.config)
-    target_ids = targets(model.config, 4)
-    expected = full_logits(model, *source, target_ids)
-    batch = begun(session, source, target_ids[:, :1].tolist())
-    if not isinstance(batch, ScoresTokens):
-        pytest.skip("this backend scores among candidates that are the whole vocabulary")
-    for place in range(target_ids.shape[1] - 1):
-        if place % 2:
-            assert_candidates(batch.step(target_ids[:, place], 4), expected[:, place], 4)
-        else:
-            given = batch.score_step(target_ids[:, place], target_ids[:, place + 1])
-            assert given.token_ids.tolist() == target_ids[:, [place + 1]].tolist()
-            wanted = np.take_along_axis(expected[:, place], given.token_ids, 1)
-            np.testing.assert_allclose(given.logits, wanted, atol=ATOL, rtol=0)
-    assert batch.lengths.tolist() == [target_ids.shape[1] - 1] * 4
-    for bad in (target_ids[:, 0] - 1000, target_ids[:, 0] + session.spec.vocab, target_ids[:2, 0]):
-        with pytest.raises(InputError, match="next_ids is"):
-            batch.score_step(target_ids[:, 0], bad)
-
-
 def test_given_tokens_of_reordered_rows(session: Session, model: Transformer) -> None:
     source_ids, source_mask = sources(model.config)
     read = targets(model.config, 12, 5)
@@ -180,34 +159,27 @@ def test_given_tokens_of_reordered_rows(session: Session, model: Transformer) ->
         rows = np.array([1, 0, 1]) + np.arange(0, 12, 3)[:, None]
         batch.reorder(rows.ravel())
         read[:, : place + 1] = read[rows.ravel(), : place + 1]
+    for bad in (read[:, 3] - 1000, read[:, 3] + session.spec.vocab, read[:2, 3]):
+        with pytest.raises(InputError, match="next_ids is"):
+            batch.score_step(read[:, 4], bad)
     given = batch.score_step(read[:, 4], read[:, 3])
+    assert given.token_ids.tolist() == read[:, [3]].tolist()
+    assert batch.lengths.tolist() == [5] * 12
     logits = full_logits(model, source_ids.repeat(3, 0), source_mask.repeat(3, 0), read)[:, -1]
     np.testing.assert_allclose(given.logits, np.take_along_axis(logits, read[:, [3]], 1), atol=ATOL, rtol=0)
     np.testing.assert_allclose(given.log_normalizer, np.log(np.exp(logits).sum(1)), atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("k", [1, 4, None])
-def test_steps_equal_the_full_forward(session: Session, model: Transformer, k: int | None) -> None:
+@pytest.mark.parametrize(("prompt_len", "k"), [(1, 1), (1, None), (2, 4), (5, 3)])
+def test_steps_equal_the_full_forward(session: Session, model: Transformer, prompt_len: int, k: int | None) -> None:
     source = sources(model.config)
     target_ids = targets(model.config, 4)
     expected = full_logits(model, *source, target_ids)
     k = k or session.spec.vocab
-    batch = begun(session, source, target_ids[:, :1].tolist())
-    assert batch.lengths.tolist() == [0] * 4
-    for position in range(target_ids.shape[1]):
-        found = batch.step(target_ids[:, position], k)
-        assert batch.lengths.tolist() == [position + 1] * 4
-        assert_candidates(found, expected[:, position], k)
-
-
-@pytest.mark.parametrize("prompt_len", [2, 5])
-def test_a_prompt_equals_its_steps(session: Session, model: Transformer, prompt_len: int) -> None:
-    source = sources(model.config)
-    target_ids = targets(model.config, 4)
-    expected = full_logits(model, *source, target_ids)
     batch = begun(session, source, target_ids[:, :prompt_len].tolist())
     for position in range(prompt_len - 1, target_ids.shape[1]):
-        assert_candidates(batch.step(target_ids[:, position], 3), expected[:, position], 3)
+        assert batch.lengths.tolist() == [position] * 4
+        assert_candidates(batch.step(target_ids[:, position], k), expected[:, position], k)
 
 
 def test_prompts_of_unequal_length(one: tuple[Session, Transformer]) -> None:
@@ -229,10 +201,8 @@ def test_prompts_of_unequal_length(one: tuple[Session, Transformer]) -> None:
 
 
 ORDERS = {
-    "same": (2, [0, 1, 2, 3, 4, 5, 6, 7]),
     "swap": (2, [1, 0, 2, 2, 5, 4, 7, 6]),
     "branch": (3, [0, 0, 0, 5, 4, 5, 8, 7, 6, 10, 10, 9]),
-    "one for all": (2, [1, 1, 2, 2, 5, 5, 6, 6]),
 }
 
 
@@ -313,18 +283,6 @@ def test_sources_join_while_others_are_decoded(session: Session, model: Transfor
         assert_candidates(found, np.stack([expected[row][places[row]] for row in rows]), 3)
 
 
-def test_padding_changes_nothing(session: Session, model: Transformer) -> None:
-    source_ids, source_mask = sources(model.config, (5, 2))
-    target_ids = targets(model.config, 2, 3)
-    plain = begun(session, (source_ids, source_mask), target_ids.tolist()).step(target_ids[:, -1], 4)
-    wide = np.pad(source_ids, ((0, 0), (0, 6)), constant_values=3), np.pad(source_mask, ((0, 0), (0, 6)))
-    padded = begun(session, wide, target_ids.tolist()).step(target_ids[:, -1], 4)
-    np.testing.assert_array_equal(padded.token_ids, plain.token_ids)
-    np.testing.assert_allclose(padded.logits, plain.logits, atol=ATOL)
-    assert np.isfinite(padded.logits).all()
-    assert np.isfinite(padded.log_normalizer).all()
-
-
 def test_candidates_belong_to_the_caller(one: tuple[Session, Transformer]) -> None:
     session, model = one
     batch = begun(session, sources(model.config), [[1]] * 4)
@@ -371,7 +329,9 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
     assert len(several.multi_step(start, 1, 3, stop_ids=frozenset({stop})).token_ids) == 1
 
 
-def test_threads_share_a_session(session: Session, model: Transformer) -> None:
+def test_threads_share_a_session(one: tuple[Session, Transformer]) -> None:
+    session, model = one
+
     def run(seed: int) -> list[Candidates]:
         batch = begun(session, sources(model.config, seed=seed), [[1]] * 4, 2)
         found = []
@@ -388,18 +348,6 @@ def test_threads_share_a_session(session: Session, model: Transformer) -> None:
             np.testing.assert_array_equal(found.token_ids, reference.token_ids)
             np.testing.assert_array_equal(found.logits, reference.logits)
             np.testing.assert_array_equal(found.log_normalizer, reference.log_normalizer)
-
-
-def test_batches_do_not_mix(one: tuple[Session, Transformer]) -> None:
-    session, model = one
-    first, second = sources(model.config, seed=1), sources(model.config, (3, 8), seed=2)
-    new = targets(model.config, 4, 2), targets(model.config, 2, 2, seed=3)
-    batches = begun(session, first, new[0][:, :1].tolist()), begun(session, second, new[1][:, :1].tolist())
-    batches[0].step(new[0][:, 0], 1)
-    batches[1].step(new[1][:, 0], 1)
-    found = batches[0].step(new[0][:, 1], 2), batches[1].step(new[1][:, 1], 2)
-    assert_candidates(found[0], full_logits(model, *first, new[0])[:, -1], 2)
-    assert_candidates(found[1], full_logits(model, *second, new[1])[:, -1], 2)
 
 
 def test_limits(session: Session, model: Transformer) -> None:
@@ -453,7 +401,7 @@ def test_bad_arguments(one: tuple[Session, Transformer]) -> None:
     assert_candidates(found, full_logits(model, ids, mask, new)[:, -1].repeat(2, axis=0), 2)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_no_order_of_joining_changes_what_is_said(one: tuple[Session, Transformer], seed: int) -> None:
     """Fifty sources in each of several orders: every kind of search, prompts and limits of their own, side by side."""
     session, _ = one

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,13 +17,11 @@ from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.run import check_parity, measure
 from tfexport.bundle.bundle import open_bundle as read_bundle
 from tfexport.contract import Device, Form
-from tfexport.describe import describe, inspect_path
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
 from tfexport.runtime.ort._providers import PlacementError
-from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.registry import Backend, Graphs, LoadOptions, get, open_session, registered
+from tfexport.runtime.registry import Backend, Graphs, LoadOptions, open_session, registered
 from tfexport.verify import VerifyConfig, verify_bundle
 
 ENCODER = {"encoder": GRAPHS["encoder"]}
@@ -111,14 +109,6 @@ def test_auto_takes_the_first_that_is_installed_and_can_run_the_bundle(
         registry.choose(bundle, LoadOptions(engine="fast"))
 
 
-def test_a_registration_may_replace_another_for_a_while() -> None:
-    before = get("trt")
-    with registered(dataclasses.replace(before, requirements=())) as changed:
-        assert get("trt") is changed
-        assert changed.missing() == ""
-    assert get("trt") is before
-
-
 # ---- which form of the decoder ONNX Runtime opens: contrib on the CPU, never on a GPU
 
 
@@ -132,6 +122,18 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Form | None]:
 
     monkeypatch.setattr(ort, "OrtSession", note)
     return forms
+
+
+@pytest.fixture
+def without_static(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for a GPU without kernels for the static form."""
+
+    def refuse_static(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> str:
+        if form == "static":
+            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
+        return f"opened {form}"
+
+    monkeypatch.setattr(ort, "OrtSession", refuse_static)
 
 
 @pytest.mark.parametrize(
@@ -151,52 +153,27 @@ def test_the_form_is_the_fastest_that_bundle_and_device_have(
     assert opened == [form]
 
 
-def test_concat_is_opened_and_said_where_static_has_no_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("without_static")
+def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forms: list[Form | None] = []
-
-    def refuse_static(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> str:
-        forms.append(form)
-        if form == "static":
-            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
-        return "opened"
-
-    monkeypatch.setattr(ort, "OrtSession", refuse_static)
-    bundle = make(tmp_path / "b")
-    assert open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda")) == "opened"
-    assert forms == ["static", "concat"]
-    (said,) = caplog.records
-    assert (said.name, said.levelname) == ("tfexport.runtime.ort.backend", "WARNING")
-    assert said.getMessage() == (
+    bundle, options = make(tmp_path / "b"), LoadOptions(backend="ort", threads=1, device="cuda")
+    assert cast(object, open_session(bundle, options)) == "opened concat"
+    assert [name for name, _ in ort.rungs(Graphs.of(bundle), options)] == ["ort concat cuda"]
+    loaded, verified = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert loaded == (
         "ort: decoder_static.onnx: no kernel for Cast; the concat form runs instead; "
         "update onnxruntime-gpu to 1.30 or newer for the static form"
     )
-    # What is asked for by name is never replaced by another, and where there is no other nothing is.
+    assert verified == "ort: decoder_static.onnx: no kernel for Cast; the static form is not verified"
+    # A form requested by name is never replaced.
     with pytest.raises(PlacementError, match="no kernel for Cast"):
-        open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", form="static"))
+        open_session(bundle, dataclasses.replace(options, form="static"))
     alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
     with pytest.raises(PlacementError, match="no kernel for Cast"):
-        open_session(alone, LoadOptions(backend="ort", threads=1, device="cuda"))
-    assert len(caplog.records) == 1
-
-
-def test_verification_says_which_form_has_no_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse_static(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> str:
-        if form == "static":
-            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
-        return "opened"
-
-    monkeypatch.setattr(ort, "OrtSession", refuse_static)
-    both = Graphs.of(make(tmp_path / "b"))
-    assert [name for name, _ in ort.rungs(both, LoadOptions(device="cuda"))] == ["ort concat cuda"]
-    (said,) = caplog.records
-    assert said.getMessage() == "ort: decoder_static.onnx: no kernel for Cast; the static form is not verified"
-    alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
+        open_session(alone, options)
     with pytest.raises(PlacementError, match="no kernel for Cast"):
-        list(ort.rungs(Graphs.of(alone), LoadOptions(device="cuda")))
+        list(ort.rungs(Graphs.of(alone), options))
 
 
 def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:
@@ -214,11 +191,8 @@ def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
         open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda"))
     with pytest.raises(BundleError, match=refusal):
         list(ort.rungs(Graphs.of(bundle), LoadOptions(device="cuda")))
-
-
-def test_the_contrib_form_is_refused_on_a_gpu_by_name(dates_bundle: Path) -> None:
     with pytest.raises(BackendError, match="the contrib form runs on the CPU; for device cuda leave the form out"):
-        tfexport.load(dates_bundle, form="contrib", device="cuda")
+        open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", form="contrib"))
 
 
 @pytest.mark.parametrize(
@@ -232,14 +206,3 @@ def test_the_ladder_has_the_forms_of_the_device(
     rungs = ort.rungs(Graphs.of(bundle), LoadOptions(device=device))
     assert [name for name, _ in rungs] == [f"ort {form}{where}" for form in forms]
     assert opened == forms
-
-
-def test_a_bundle_of_the_trained_model_runs_contrib_and_shows_it(dates_bundle: Path) -> None:
-    with tfexport.load(dates_bundle, threads=1) as loaded:
-        assert isinstance(loaded.session, OrtSession)
-        assert loaded.generate(["le 14 juillet 1989"])[0].text == "1989-07-14"
-    shown = "\n".join(describe(inspect_path(dates_bundle)))
-    assert "Graph decoder_contrib: decoder_contrib.onnx, opset 18" in shown
-    assert "com.microsoft.GroupQueryAttention" in "\n".join(
-        describe(inspect_path(dates_bundle / "decoder_contrib.onnx"))
-    )

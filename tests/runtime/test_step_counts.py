@@ -19,12 +19,12 @@ import pytest
 
 import tfexport
 from tfexport.bundle.bundle import open_bundle
-from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
 from tfexport.nn.presets import build_preset
+from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.ort import _contrib as contrib
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import OrtDevice
@@ -98,53 +98,45 @@ def test_order_of_loading(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert loaded == ["decoder_contrib", "encoder_contrib"]
 
 
-def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A greedy call runs the encoder once and the decoder once for each token, bound once while shapes stay."""
-    runs: Counter[str] = Counter()
-    bind, run = ContribBatch._bind, contrib.run
-
-    def counted_bind(batch: ContribBatch, *arguments: Any) -> Any:
-        runs["bind"] += 1
-        return bind(batch, *arguments)
-
-    def counted_run(graph: Any, binding: Any, **options: bool) -> None:
-        runs["decoder" if graph is model.session._graphs.decoder else "encoder"] += 1  # type: ignore[attr-defined]
-        run(graph, binding, **options)
-
-    monkeypatch.setattr(ContribBatch, "_bind", counted_bind)
-    monkeypatch.setattr(contrib, "run", counted_run)
-    model.generate_ids(sources, **LENGTH)
-    assert runs == {"encoder": 1, "decoder": NEW_TOKENS, "bind": 1}
-    runs.clear()
-    model.generate_ids(sources, num_beams=BEAMS, **LENGTH)
-    assert runs == {"encoder": 1, "decoder": NEW_TOKENS, "bind": 2}  # one row a source in the first step
-
-
-def test_runs_and_bindings_where_sources_join(
-    model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A source that joins costs the encoder a run; shapes that were bound before are not bound again."""
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count bindings, encoded batches and runs of graphs."""
     counts: Counter[str] = Counter()
-    bind, encode = ContribBatch._bind, ContribBatch._encode
 
-    def counted_bind(batch: ContribBatch, *arguments: Any) -> Any:
-        counts["bind"] += 1
-        return bind(batch, *arguments)
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    def counted_encode(batch: ContribBatch, *arguments: Any) -> Any:
-        counts["encoder"] += 1
-        return encode(batch, *arguments)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*arguments, **options)
 
-    monkeypatch.setattr(ContribBatch, "_bind", counted_bind)
-    monkeypatch.setattr(ContribBatch, "_encode", counted_encode)
+        monkeypatch.setattr(owner, name, counted)
+
+    count(ContribBatch, "_bind")
+    count(ContribBatch, "_encode")
+    count(contrib, "run")
+    return counts
+
+
+def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], calls: Counter[str]) -> None:
+    """A greedy call runs the encoder once and the decoder once for each token, bound once while shapes stay."""
+    model.generate_ids(sources, **LENGTH)
+    assert calls == {"_encode": 1, "run": 1 + NEW_TOKENS, "_bind": 1}
+    calls.clear()
+    model.generate_ids(sources, num_beams=BEAMS, **LENGTH)
+    assert calls == {"_encode": 1, "run": 1 + NEW_TOKENS, "_bind": 2}  # one row per source in the first step
+
+
+def test_runs_and_bindings_if_sources_join(model: Model, sources: list[list[int]], calls: Counter[str]) -> None:
+    """A source that joins costs the encoder a run; shapes that were bound before are not bound again."""
     loop = Loop(model.session, 4)
     config = DecodeConfig(min_new_tokens=6)
     for text, request in enumerate(check_requests(model.session, sources, config)):
         loop.submit([dataclasses.replace(request, max_new_tokens=6 + 3 * (text % 4))])
     while loop.is_busy:
         loop.step()
-    assert counts["encoder"] <= BATCH - 3
-    assert counts["bind"] <= 4, "one for each number of rows"
+    assert calls["_encode"] <= BATCH - 3
+    assert calls["_bind"] <= 4, "one for each number of rows"
 
 
 @pytest.mark.parametrize("num_beams", [1, BEAMS])

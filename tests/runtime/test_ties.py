@@ -6,44 +6,18 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tests import tiny
-from tests.runtime.exported import Once, exported, sources
+from tests.runtime.exported import Once, exported
 from tests.runtime.planted import VOCAB, planted, ranked
 from tfexport.contract import Form
-from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort._device import OrtDevice, OrtGraphs, Step
 from tfexport.runtime.ort._providers import CUDA
-from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.registry import Graphs
-from tfexport.runtime.session import Candidates, Session, in_order_of_id
+from tfexport.runtime.session import Candidates, in_order_of_id
 
 FORMS: tuple[Form, ...] = ("concat", "static", "contrib")
-
-
-def check_order(session: Session, row: np.ndarray) -> None:
-    batch = session.batch()
-    batch.add(*sources(tiny.config()), [[1]] * 4)
-    for count in (1, 2, 64, 130, VOCAB):  # all but the last cut through tokens that are equal
-        found = batch.step(np.ones(4, np.int64), count)
-        np.testing.assert_array_equal(found.token_ids, np.tile(ranked(row)[:count], (4, 1)))
-        np.testing.assert_array_equal(found.logits, row[found.token_ids])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_on_the_cpu_equal_logits_come_in_order_of_id(form: Form, once: Once) -> None:
-    model, row = planted(VOCAB, levels=5)
-    graphs, spec = exported(model, once)
-    check_order(OrtSession(Graphs(graphs, spec), form, threads=1), row)
-
-
-def test_the_reference_gives_equal_logits_in_order_of_id() -> None:
-    model, row = planted(VOCAB, levels=5)
-    check_order(EagerSession(model), row)
 
 
 def test_what_a_device_gives_in_another_order_is_sorted(once: Once) -> None:

@@ -41,15 +41,7 @@ def slow_steps(seconds: float, *, file: Path = Path("/nowhere"), fault: str = "p
 
 @dataclass
 class Running:
-    """A server that listens.
-
-    Attributes:
-        process: its own.
-        url: that it has told.
-        log: file that its standard error goes to.
-        client: for requests to it.
-        told: lines of its standard output so far.
-    """
+    """A server that listens; `log` has its standard error, `told` the first lines of its standard output."""
 
     process: subprocess.Popen[str]
     url: str
@@ -90,14 +82,9 @@ class Running:
 def running(
     work: Path, *arguments: object, before: str = "", ready: bool = True, **of_client: Any
 ) -> Iterator[Running]:
-    """Run `tfexport serve` on a free port, until the end at the latest.
+    """Run `tfexport serve` on a free port, until the end at the latest; its log goes to the folder `work`.
 
-    Args:
-        work: folder for its log.
-        arguments: of the command.
-        before: Python to run in its process before the command, such as a fault to plant.
-        ready: wait until it takes requests.
-        of_client: options of `httpx.Client`.
+    `before` is Python to run in its process before the command, such as a fault; `of_client` options of `httpx.Client`.
     """
     log = work / f"log-{time.monotonic_ns()}"
     command = [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *map(str, arguments), "--port", "0"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +64,19 @@ class Outcomes(Observer):
         self.counts[outcome] = self.counts.get(outcome, 0) + 1
 
 
-def serving(
+@asynccontextmanager
+async def serving(
     bundle: Path,
-    use: Callable[[Engine], Awaitable[None]],
     observer: Observer | None = None,
     *,
     within_s: float = 60,
     options: dict[str, Any] | None = None,
     **config: Any,
-) -> None:
-    """Start an engine, use it and drain it, within a time."""
-    asked = {"threads": 1} | (options or {})
-
-    async def run() -> None:
-        async with asyncio.timeout(within_s), Engine(bundle, ServingConfig(**config), observer=observer, **asked) as it:
-            await use(it)
-
-    asyncio.run(run())
+) -> AsyncIterator[Engine]:
+    """Start an engine, and drain it at the end, within a time."""
+    engine = Engine(bundle, ServingConfig(**config), observer=observer, **{"threads": 1} | (options or {}))
+    async with asyncio.timeout(within_s), engine:
+        yield engine
 
 
 async def until(is_so: Callable[[], bool], within_s: float = 5) -> None:

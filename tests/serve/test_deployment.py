@@ -1,4 +1,4 @@
-"""The files of docs/serving are true: they parse, and what they name is there."""
+"""docs/guides/serving.md and the files of docs/serving are true: they parse, and what they name is there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
+from tests.serve.test_metrics import NAMES
+from tests.test_docs import table
 from tfexport.cli import main
+from tfexport.generation import DecodeConfig
+from tfexport.serve.app import build_app
+from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
 
-FILES = ROOT / "docs" / "serving"
+GUIDE, FILES = ROOT / "docs" / "guides" / "serving.md", ROOT / "docs" / "serving"
 ALERTS = yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
 DASHBOARD = json.loads((FILES / "grafana.json").read_text(encoding="utf-8"))
 POD, SERVICE, BUDGET = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text(encoding="utf-8"))
@@ -99,19 +104,6 @@ def test_prometheus_takes_the_rules() -> None:
     assert "SUCCESS" in tool("promtool", "test", "rules", "alerts_test.yml", directory=FILES)
 
 
-def test_the_dashboard_has_each_panel_in_its_place() -> None:
-    cells = [
-        (x, y)
-        for grid in (panel["gridPos"] for panel in DASHBOARD["panels"])
-        for x in range(grid["x"], grid["x"] + grid["w"])
-        for y in range(grid["y"], grid["y"] + grid["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-
-
 def unit() -> dict[str, Any]:
     parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=", comment_prefixes="#")
     parser.optionxform = str  # type: ignore[assignment,method-assign]
@@ -168,6 +160,10 @@ def test_an_image_starts_the_server_on_all_addresses(name: str, extra: str, devi
 
 
 def test_the_pod_is_probed_where_the_server_answers_and_has_time_to_drain() -> None:
+    labels = POD["spec"]["template"]["metadata"]["labels"]
+    assert all(
+        one["spec"]["selector"].get("matchLabels", one["spec"]["selector"]) == labels for one in (POD, SERVICE, BUDGET)
+    )
     pod = POD["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     given = served(container["args"])
@@ -185,14 +181,33 @@ def test_the_pod_is_probed_where_the_server_answers_and_has_time_to_drain() -> N
     assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
 
 
-def test_the_objects_find_the_pod() -> None:
-    labels = POD["spec"]["template"]["metadata"]["labels"]
-    assert labels == POD["spec"]["selector"]["matchLabels"]
-    assert labels == SERVICE["spec"]["selector"]
-    assert labels == BUDGET["spec"]["selector"]["matchLabels"]
-
-
 @pytest.mark.parametrize("found", [POD, SERVICE, BUDGET], ids=lambda found: found["kind"])
 def test_kubernetes_takes_the_objects(found: dict[str, Any]) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     kubernetes_validate.validate(found, "1.30", strict=True)
+
+
+def test_the_endpoints_are_those_of_the_app() -> None:
+    paths = build_app({}, HttpConfig(completions=True, translate=True), Metrics()).openapi()["paths"]
+    routes = {f"{method.upper()} {path}" for path, item in paths.items() for method in item} | {"GET /openapi.json"}
+    assert {name for row in table(GUIDE, "endpoint") for name in re.findall(r"`([^`]+)`", row[0])} == routes
+
+
+def test_the_metrics_are_those_of_the_code() -> None:
+    counters = {name for name, kind in NAMES.items() if kind == "counter"}
+    shown = {row[0].strip("`") for row in table(GUIDE, "metric")}
+    assert shown == {f"{name}_total" if name in counters else name for name in NAMES}
+
+
+def test_the_openapi_document_describes_every_option_with_its_bounds() -> None:
+    schemas = build_app({}).openapi()["components"]["schemas"]
+    options = schemas["Parameters"]["properties"]
+    assert options.keys() == {*DecodeConfig().to_dict(), "prefix", "priority", "timeout_ms", "timeout"}
+    assert options["num_beams"].items() >= {"type": "integer", "minimum": 1, "maximum": 64}.items()
+    assert options["num_beams"]["description"] == "Beams of beam search; 1 is greedy."
+    assert options["suppress_tokens"]["items"] == {"type": "integer", "minimum": 0}
+    assert {"GenerateRequest", "InferRequest", "AlignRequest", "Generated", "Inferred"} <= schemas.keys()
+
+
+def test_the_outcomes_are_those_of_the_code() -> None:
+    assert {row[0].strip("`") for row in table(GUIDE, "outcome")} == set(get_args(Outcome))

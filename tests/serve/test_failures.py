@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tfexport.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
-def test_rows_that_compute_no_numbers_fail_alone(
+async def test_rows_that_compute_no_numbers_fail_alone(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison = 7  # whose rows read it compute nothing
@@ -39,8 +38,7 @@ def test_rows_that_compute_no_numbers_fail_alone(
 
     monkeypatch.setattr(ContribBatch, "step", lambda batch, ids, count: broken(step(batch, ids, count), ids))
     monkeypatch.setattr(ContribBatch, "multi_step", lambda batch, ids, *rest: broken(multi(batch, ids, *rest), ids))
-
-    async def use(engine: Engine) -> None:
+    async with serving(dates_bundle, slots=64) as engine:
         waiting = [(text, asyncio.ensure_future(engine.generate(text))) for text in texts]
         prefix = [6, poison]
         kinds: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3})
@@ -62,20 +60,17 @@ def test_rows_that_compute_no_numbers_fail_alone(
         await until(lambda: is_idle(engine))
         assert engine.is_ready
 
-    serving(dates_bundle, use, slots=64)
-
 
 @pytest.mark.parametrize("name", ["add", "step", "remove", "reorder"])
 @pytest.mark.parametrize("error", [BackendError("out of memory"), MemoryError("out of memory")])
-def test_a_backend_that_fails_is_told_to_everybody(
+async def test_a_backend_that_fails_is_told_to_everybody(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
 ) -> None:
     def broken(*_: object) -> None:
         raise error
 
     observer = Outcomes()
-
-    async def use(engine: Engine) -> None:
+    async with serving(dates_bundle, observer, slots=4) as engine:
         await engine.generate(texts[0], num_beams=2)
         monkeypatch.setattr(ContribBatch, name, broken)
 
@@ -90,20 +85,17 @@ def test_a_backend_that_fails_is_told_to_everybody(
         await until(lambda: is_idle(engine))
         with pytest.raises(EngineFailed):
             engine.submit(texts[0])
-
-    serving(dates_bundle, use, observer, slots=4)
     assert sum(observer.counts.values()) == 9
 
 
-def test_whoever_left_the_queue_hears_of_a_failure_too(
+async def test_whoever_left_the_queue_hears_of_a_failure_too(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise MemoryError("out of memory")
 
     hanging = Hanging(monkeypatch)
-
-    async def use(engine: Engine) -> None:
+    async with serving(dates_bundle) as engine:
         first = engine.submit(texts[3])
         await until(hanging.has_begun)
         monkeypatch.setattr("tfexport.serve._generation.alternatives", broken)
@@ -113,10 +105,8 @@ def test_whoever_left_the_queue_hears_of_a_failure_too(
         found = await asyncio.gather(*asked, first, return_exceptions=True)
         assert all(isinstance(one, EngineFailed) for one in found)
 
-    serving(dates_bundle, use)
 
-
-def test_a_tokenizer_that_fails_ends_its_own_request_alone(
+async def test_a_tokenizer_that_fails_ends_its_own_request_alone(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, failing = Tokenizer.decode, model.generate([texts[0]])[0].token_ids
@@ -130,8 +120,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(
     good = [text for text in texts if model.generate([text])[0].token_ids[:3] != failing[:3]]
     assert len(good) > 4
     observer = Outcomes()
-
-    async def use(engine: Engine) -> None:
+    async with serving(dates_bundle, observer) as engine:
         monkeypatch.setattr(Tokenizer, "decode", broken)
         broken_stream, whole = engine.submit(texts[0], stream=True), engine.submit(texts[0])
         others = [engine.submit(text, stream=number % 2 == 0) for number, text in enumerate(good)]
@@ -143,8 +132,6 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(
         with pytest.raises(BackendError, match="put into words"):
             _ = [piece async for piece in broken_stream]
         await until(lambda: is_idle(engine))
-
-    serving(dates_bundle, use, observer)
     assert observer.counts == {"error": 2, "ok": len(good)}
 
 
@@ -159,7 +146,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(
         {"prefix": "", "forced_bos_token_id": 20, "max_new_tokens": 1},
     ],
 )
-def test_a_tokenizer_that_fails_at_stop_strings_ends_its_own_request_alone(
+async def test_a_tokenizer_that_fails_at_stop_strings_ends_its_own_request_alone(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     assert model.tokenizer
@@ -174,8 +161,7 @@ def test_a_tokenizer_that_fails_at_stop_strings_ends_its_own_request_alone(
         return decode(tokenizer, ids)
 
     observer = Outcomes()
-
-    async def use(engine: Engine) -> None:
+    async with serving(dates_bundle, observer, slots=64) as engine:
         monkeypatch.setattr(Tokenizer, "decode", broken)
         others = [engine.submit(text, **kind) for text, kind in asked]  # type: ignore[arg-type]
         failing = engine.submit(texts[0], stop_strings="-0", **({"prefix": "9"} | options))
@@ -184,12 +170,10 @@ def test_a_tokenizer_that_fails_at_stop_strings_ends_its_own_request_alone(
         assert [text_of(await one) for one in others] == expected
         await until(lambda: is_idle(engine))
         assert engine.is_ready
-
-    serving(dates_bundle, use, observer, slots=64)
     assert observer.counts == {"error": 1, "ok": len(asked)}
 
 
-def test_an_observer_that_fails_disturbs_nobody(
+async def test_an_observer_that_fails_disturbs_nobody(
     dates_bundle: Path, model: Model, texts: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Raising(Observer):
@@ -198,13 +182,11 @@ def test_an_observer_that_fails_disturbs_nobody(
 
         joined = encoded = stepped = began = ended
 
-    async def use(engine: Engine) -> None:
+    async with serving(dates_bundle, Raising()) as engine:
         found = await asyncio.gather(*(engine.generate(text) for text in texts))
         assert list(map(text_of, found)) == [text_of(model.generate([text])) for text in texts]
         with pytest.raises(InputError):
             engine.submit("")
-
-    serving(dates_bundle, use, Raising())
     assert "the observer has failed" in caplog.text
 
 
@@ -221,18 +203,14 @@ def test_an_event_loop_that_is_closed_hears_nothing(random_bundle: Path) -> None
 
 
 def test_an_engine_that_nobody_holds_ends_its_thread(random_bundle: Path) -> None:
-    async def start() -> Any:
+    async def start() -> None:
         engine = await Engine(random_bundle, threads=1).start()
         engine.submit_ids([5, 6])
-        return weakref.ref(engine)
 
-    gone = asyncio.run(start())
-    for _ in range(500):  # the request that runs still holds it
+    asyncio.run(start())
+    for _ in range(500):  # the thread answers the request first
         gc.collect()
-        if gone() is None:
+        if not engine_threads():
             break
         time.sleep(0.01)
-    assert gone() is None
-    for thread in engine_threads():
-        thread.join(5)
     assert not engine_threads()

@@ -15,8 +15,7 @@ from tfexport.decode.request import Status, check_requests
 from tfexport.errors import BackendError, DeadlineExceeded, Draining, QueueFull
 from tfexport.generation import DecodeConfig
 from tfexport.serve._generation import Event, Generation
-from tfexport.serve._scheduler import HELD_STEPS, Scheduler, WaitingQueue
-from tfexport.serve._worker import Worker
+from tfexport.serve._scheduler import HELD_STEPS, Scheduler, WaitingQueue, Worker
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.observer import Observer
 

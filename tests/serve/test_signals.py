@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,12 +36,7 @@ engine.load = large
 
 
 class Load:
-    """Clients that ask one text after the other until somebody says that he takes no more.
-
-    Attributes:
-        answers: each text with what it was answered.
-        ends: what each client has seen last.
-    """
+    """Clients that ask until they are refused; `answers` counts texts with answers, `ends` has each client's last."""
 
     def __init__(self, server: Running, num_clients: int) -> None:
         self.answers: Counter[tuple[str, str]] = Counter()
@@ -251,3 +247,26 @@ def test_a_process_that_is_killed_is_replaced_by_one_that_says_the_same(dates_bu
         assert server.ended() == -signal.SIGKILL
     with running(tmp_path, dates_bundle, "--threads", 1) as server:
         assert server.ask(TEXTS[0], **sampled).json() == before
+
+
+def test_a_thread_that_fails_answers_all_and_a_reload_begins_anew(dates_bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fault"
+    fault = slow_steps(0.01, file=file, fault="raise MemoryError('out of memory')")
+    with running(tmp_path, dates_bundle, "--threads", 1, "--slots", 1, before=fault) as server:
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(server.ask, TEXTS[0]) for _ in range(8)]
+            eventually(lambda: server.metric('tfexport_requests_waiting{model="dates"}') > 1)
+            file.touch()
+            found = [one.result() for one in asked]
+        failed = [one for one in found if one.status_code != 200]
+        assert {one.status_code for one in failed} == {500}
+        assert all(one.json().keys() == {"error"} and "Traceback" not in one.text for one in failed)
+        assert server.client.get("/readyz").status_code == 503
+        assert server.client.get("/livez").status_code == 503
+        assert "out of memory" in server.log.read_text()
+        file.unlink()
+        server.send(signal.SIGHUP)
+        eventually(server.is_ready)
+        assert server.client.get("/livez").status_code == 200
+        assert server.ask(TEXTS[0]).status_code == 200
+        assert server.stop() == 0

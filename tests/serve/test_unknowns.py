@@ -62,13 +62,13 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> Blocked:
     return Blocked(monkeypatch)
 
 
-def test_answers_are_those_of_generate(meetings: Path, aligning: Model) -> None:
+async def test_answers_are_those_of_generate(meetings: Path, aligning: Model) -> None:
     def alone(text: str, prefix: str = "", **options: Any) -> list[Any]:
         return aligning.generate([text], prefixes=[prefix], **options)
 
     asked = [(text, kind | copy) for text in TEXTS for kind in KINDS for copy in ({}, COPY)]
-
-    async def use(engine: Engine) -> None:
+    observer = Outcomes()
+    async with serving(meetings, observer) as engine:
         found = await asyncio.gather(*(engine.generate(text, **kind) for text, kind in asked))
         for (text, kind), mine in zip(asked, found, strict=True):
             expected = alone(text, **kind)
@@ -83,14 +83,11 @@ def test_answers_are_those_of_generate(meetings: Path, aligning: Model) -> None:
             [3, 13, 5, 14, 12, 2], **COPY
         )  # as in the library, which leaves ids as they are
         assert 3 in ids[0].token_ids
-
-    observer = Outcomes()
-    serving(meetings, use, observer)
     assert set(observer.counts) == {"ok"}
 
 
-def test_running_rows_go_on_meanwhile(meetings: Path, blocked: Blocked) -> None:
-    async def use(engine: Engine) -> None:
+async def test_running_rows_go_on_meanwhile(meetings: Path, blocked: Blocked) -> None:
+    async with serving(meetings) as engine:
         aligned = engine.submit(TEXTS[0], **COPY)
         await until(blocked.have_begun)
         for _ in range(3):
@@ -101,13 +98,10 @@ def test_running_rows_go_on_meanwhile(meetings: Path, blocked: Blocked) -> None:
         blocked.go_on.set()
         assert text_of(await aligned) == SAID[:1]
 
-    serving(meetings, use)
 
-
-def test_whoever_leaves_or_is_late_is_ended_while_it_is_aligned(meetings: Path, blocked: Blocked) -> None:
+async def test_whoever_leaves_or_is_late_is_ended_while_it_is_aligned(meetings: Path, blocked: Blocked) -> None:
     observer = Outcomes()
-
-    async def use(engine: Engine) -> None:
+    async with serving(meetings, observer) as engine:
         late, gone, stays = (engine.submit(TEXTS[0], timeout_s=limit, **COPY) for limit in (0.3, None, None))
         await until(blocked.have_begun)
         gone.cancel()
@@ -118,18 +112,15 @@ def test_whoever_leaves_or_is_late_is_ended_while_it_is_aligned(meetings: Path, 
         assert text_of(await stays) == SAID[:1]
         await until(lambda: is_idle(engine))
         assert len(blocked.threads) == 2  # for whoever has left nothing is computed
-
-    serving(meetings, use, observer)
     assert observer.counts == {"cancelled": 1, "deadline": 1, "ok": 1}
 
 
 @pytest.mark.parametrize(("error", "says"), [(BackendError("align: NaN"), "^align: NaN"), (ValueError("x"), "Value")])
-def test_an_alignment_that_fails_ends_its_own_request(
+async def test_an_alignment_that_fails_ends_its_own_request(
     meetings: Path, blocked: Blocked, error: Exception, says: str
 ) -> None:
     observer = Outcomes()
-
-    async def use(engine: Engine) -> None:
+    async with serving(meetings, observer) as engine:
         blocked.error = error
         blocked.go_on.set()
         failing, other = engine.submit(TEXTS[0], **COPY), engine.submit(TEXTS[1])
@@ -139,16 +130,14 @@ def test_an_alignment_that_fails_ends_its_own_request(
         blocked.error = None
         assert text_of(await engine.generate(TEXTS[0], **COPY)) == SAID[:1]
         assert engine.is_ready
-
-    serving(meetings, use, observer)
     assert observer.counts == {"error": 1, "ok": 2}
 
 
 @pytest.mark.parametrize("stop", [Engine.replace, Engine.drain])
-def test_what_was_accepted_is_aligned_before_its_model_is_closed(
+async def test_what_was_accepted_is_aligned_before_its_model_is_closed(
     meetings: Path, blocked: Blocked, stop: Callable[[Engine], Awaitable[object]]
 ) -> None:
-    async def use(engine: Engine) -> None:
+    async with serving(meetings) as engine:
         asked = [engine.submit(text, **COPY) for text in TEXTS]
         await until(blocked.have_begun)
         first = engine.model
@@ -160,26 +149,21 @@ def test_what_was_accepted_is_aligned_before_its_model_is_closed(
         assert [text_of(await one) for one in asked] == [[said] for said in SAID]
         await stopping
 
-    serving(meetings, use)
 
-
-def test_a_drain_does_not_wait_for_an_alignment_that_hangs(meetings: Path, blocked: Blocked) -> None:
+async def test_a_drain_does_not_wait_for_an_alignment_that_hangs(meetings: Path, blocked: Blocked) -> None:
     observer = Outcomes()
-
-    async def use(engine: Engine) -> None:
+    async with serving(meetings, observer) as engine:
         asked, pair = engine.submit(TEXTS[0], **COPY), asyncio.ensure_future(engine.align(TEXTS[0], SAID[0]))
         await until(blocked.have_begun)
         assert not await engine.drain(0.1)
         found = await asyncio.gather(asked, pair, return_exceptions=True)
         assert [str(one) for one in found] == ["the engine is about to stop; ask another one"] * 2
         blocked.go_on.set()
-
-    serving(meetings, use, observer)
     assert observer.counts == {"draining": 2}
 
 
-def test_no_more_wait_to_be_aligned_than_may_wait(meetings: Path, blocked: Blocked) -> None:
-    async def use(engine: Engine) -> None:
+async def test_no_more_wait_to_be_aligned_than_may_wait(meetings: Path, blocked: Blocked) -> None:
+    async with serving(meetings, max_waiting=2) as engine:
         asked = []
         with pytest.raises(QueueFull, match="2 alignments wait, which is the limit; come again later"):
             while True:
@@ -188,5 +172,3 @@ def test_no_more_wait_to_be_aligned_than_may_wait(meetings: Path, blocked: Block
         assert await engine.generate(TEXTS[0])
         blocked.go_on.set()
         await asyncio.gather(*asked)
-
-    serving(meetings, use, max_waiting=2)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from tests.serve.served import Outcomes, is_idle, serving, text_of, until
-from tfexport.errors import Cancelled
+from tests.serve.served import Hanging, Outcomes, is_idle, serving, text_of, until
+from tfexport.errors import Cancelled, DeadlineExceeded
 from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
-def test_a_generation_is_awaited_and_read_in_any_way(dates_bundle: Path, model: Model, texts: list[str]) -> None:
+async def test_a_generation_is_awaited_and_read_in_any_way(dates_bundle: Path, model: Model, texts: list[str]) -> None:
     expected = text_of(model.generate([texts[0]]))
-
-    async def use(engine: Engine) -> None:
+    observer = Outcomes()
+    async with serving(dates_bundle, observer) as engine:
         generation = engine.submit(texts[0], stream=True)
 
         async def read() -> str:
@@ -37,53 +39,32 @@ def test_a_generation_is_awaited_and_read_in_any_way(dates_bundle: Path, model: 
         generation.cancel()
         assert text_of(await generation) == expected
         assert [piece async for piece in engine.submit(texts[0])] == []
-
-    observer = Outcomes()
-    serving(dates_bundle, use, observer)
     assert observer.counts == {"ok": 2}
 
 
-@pytest.mark.parametrize("ticks", range(12))
-def test_a_task_that_is_cancelled_takes_its_request_along(dates_bundle: Path, texts: list[str], ticks: int) -> None:
-    async def use(engine: Engine) -> None:
+async def test_a_task_that_is_cancelled_takes_its_request_along(dates_bundle: Path, texts: list[str]) -> None:
+    async with serving(dates_bundle) as engine:
+
         async def read() -> None:
             async for _ in engine.stream(texts[0]):
                 await asyncio.sleep(0)
 
-        async def read_whole() -> None:
-            await engine.generate(texts[0], num_beams=4)
-
-        tasks = [asyncio.create_task(task()) for task in (read, read_whole)]
-        for _ in range(ticks):
-            await asyncio.sleep(0 if ticks < 6 else 0.0005)
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
-        await until(lambda: is_idle(engine))
+        for ticks in range(12):
+            tasks = [asyncio.create_task(read()), asyncio.create_task(engine.generate(texts[0], num_beams=4))]
+            for _ in range(ticks):
+                await asyncio.sleep(0 if ticks < 6 else 0.0005)
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(end, asyncio.CancelledError | list | None) for end in ends)
+            await until(lambda: is_idle(engine))
         await engine.generate(texts[0])
 
-    serving(dates_bundle, use)
 
-
-def test_a_waiter_that_is_cancelled_frees_its_slot(random_bundle: Path) -> None:
+async def test_who_stops_in_any_way_frees_its_slot(random_bundle: Path) -> None:
     observer = Outcomes()
+    async with serving(random_bundle, observer) as engine:
 
-    async def use(engine: Engine) -> None:
-        task = asyncio.create_task(engine.generate_ids([5, 6]))
-        await until(lambda: engine.num_slots_used > 0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: is_idle(engine))
-
-    serving(random_bundle, use, observer)
-    assert observer.counts == {"cancelled": 1}
-
-
-def test_a_reader_that_stops_in_any_way_frees_its_slot(random_bundle: Path) -> None:
-    observer = Outcomes()
-
-    async def use(engine: Engine) -> None:
         async def first(stream: AsyncIterator[int]) -> None:
             async for _ in stream:
                 return
@@ -104,25 +85,106 @@ def test_a_reader_that_stops_in_any_way_frees_its_slot(random_bundle: Path) -> N
                 generation.cancel()
         engine.submit_ids([5, 6]).cancel()
         await until(lambda: is_idle(engine))
+        task = asyncio.create_task(engine.generate_ids([5, 6]))
+        await until(lambda: engine.num_slots_used > 0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: is_idle(engine))
+    assert observer.counts == {"cancelled": 6}
 
-    serving(random_bundle, use, observer)
-    assert observer.counts == {"cancelled": 5}
 
-
-def test_a_long_prefix_is_no_slow_reader(random_bundle: Path) -> None:
-    async def use(engine: Engine) -> None:
+async def test_a_long_prefix_is_no_slow_reader(random_bundle: Path) -> None:
+    async with serving(random_bundle, stream_buffer=4) as engine:
         generation = engine.submit_ids([5, 6], prefix=[7] * 40, stream=True, max_new_tokens=3)
         await until(lambda: generation.is_done)
         assert len([token async for token in generation]) == 43
 
-    serving(random_bundle, use, stream_buffer=4)
+
+async def test_whoever_holds_a_generation_is_answered(random_bundle: Path) -> None:
+    generation = (await Engine(random_bundle, threads=1).start()).submit_ids([5, 6])
+    gc.collect()
+    async with asyncio.timeout(30):
+        assert await generation
 
 
-def test_whoever_holds_a_generation_holds_its_engine(random_bundle: Path) -> None:
-    async def use() -> None:
-        generation = (await Engine(random_bundle, threads=1).start()).submit_ids([5, 6])
-        gc.collect()
-        async with asyncio.timeout(30):
-            assert await generation
+async def test_the_older_and_the_more_urgent_go_first(
+    dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+    hanging = Hanging(monkeypatch)
+    async with serving(dates_bundle, slots=1) as engine:
 
-    asyncio.run(use())
+        async def one(number: int, asked: Awaitable[object]) -> None:
+            await asked
+            done.append(number)
+
+        asked = [engine.submit(texts[0], priority=100.0 if number == 9 else 0.0) for number in range(10)]
+        hanging.end()
+        await asyncio.gather(*(one(*each) for each in enumerate(asked)))
+    assert done.index(9) <= 1
+    rest = [number for number in done if number != 9]
+    assert rest == sorted(rest)
+
+
+async def test_a_reader_that_is_too_slow_is_cancelled(dates_bundle: Path, texts: list[str]) -> None:
+    observer = Outcomes()
+    async with serving(dates_bundle, observer, stream_buffer=2) as engine:
+        generation = engine.submit(texts[0], stream=True)
+        await until(lambda: generation.is_done)
+        with pytest.raises(Cancelled, match="too slowly"):
+            async for _ in generation:
+                pass
+        assert len(await engine.generate(texts[0])) == 1
+    assert observer.counts == {"slow_reader": 1, "ok": 1}
+
+
+async def test_a_clock_that_jumps_changes_nothing(
+    dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sixty years and back whenever somebody looks."""
+    jumps = itertools.cycle([0.0, 2e9])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    async with serving(dates_bundle) as engine:
+        found = await asyncio.gather(*(engine.generate(text, timeout_s=30, max_time=30.0) for text in texts))
+        assert [one.text for (one,) in found] == [one.text for one in model.generate(texts)]
+        with pytest.raises(DeadlineExceeded):
+            await engine.generate(texts[0], timeout_s=1e-6)
+
+
+async def test_who_waits_is_told_while_the_thread_hangs(
+    dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = text_of(model.generate(texts[:1]))
+    observer = Outcomes()
+    async with serving(dates_bundle, observer, slots=1) as engine:
+        hanging = Hanging(monkeypatch)
+        decoded = engine.submit(texts[0], timeout_s=0.4)
+        streamed = engine.submit(texts[1], timeout_s=0.4, stream=True)
+        await until(hanging.has_begun)
+        queued = engine.submit(texts[2], timeout_s=0.1)
+        async with asyncio.timeout(20):
+            with pytest.raises(DeadlineExceeded, match=r"the 0.1 s of the request were over before it began"):
+                await queued
+            with pytest.raises(DeadlineExceeded, match=r"the 0.4 s of the request were over"):
+                await decoded
+            with pytest.raises(DeadlineExceeded, match=r"the 0.4 s of the request were over"):
+                _ = [piece async for piece in streamed]
+        assert observer.counts == {"deadline": 3}
+        hanging.end()
+        await until(lambda: is_idle(engine))
+        assert text_of(await engine.generate(texts[0], timeout_s=60)) == expected
+    assert observer.counts == {"deadline": 3, "ok": 1}
+
+
+async def test_the_alarm_of_a_request_goes_with_it(random_bundle: Path) -> None:
+    async with serving(random_bundle) as engine:
+
+        def alarms() -> int:
+            return sum(not alarm.cancelled() for alarm in asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
+
+        before = alarms()
+        asked = [engine.submit_ids([5, 6], timeout_s=30) for _ in range(3)]
+        assert alarms() == before + 3
+        asked[2].cancel()
+        await asyncio.gather(*asked[:2])
+        assert alarms() == before

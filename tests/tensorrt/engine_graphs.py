@@ -86,19 +86,13 @@ def attention(
     return model([node], inputs, outputs)
 
 
-def cache_update(
-    capacity: int | str = CAPACITY, *, axis: int = 2, precision: str = "fp32", through: str = "", rank: int = 4
-) -> bytes:
+def cache_update(capacity: int | str = CAPACITY, *, precision: str = "fp32", through: str = "") -> bytes:
     """`TensorScatter` from an input to an output, or with an operator between it and the output."""
     dtype = FLOAT[precision]
-    shape = ["rows", HEADS, capacity, WIDTH][:rank] if axis != 1 else ["rows", capacity, HEADS, WIDTH]
-    new = ["rows", HEADS, "target_len", WIDTH][:rank] if axis != 1 else ["rows", "target_len", HEADS, WIDTH]
+    shape, new = ["rows", HEADS, capacity, WIDTH], ["rows", HEADS, "target_len", WIDTH]
     inputs = [value("past", shape, dtype), value("new", new, dtype), value("at", ["rows"], TensorProto.INT64)]
-    nodes = [
-        helper.make_node(
-            "TensorScatter", ["past", "new", "at"], ["written" if through else "present"], name="write", axis=axis
-        )
-    ]
+    written = "written" if through else "present"
+    nodes = [helper.make_node("TensorScatter", ["past", "new", "at"], [written], name="write", axis=2)]
     if through:
         nodes.append(helper.make_node(through, ["written"], ["present"], name="between"))
     return model(nodes, inputs, [value("present", shape, dtype)])

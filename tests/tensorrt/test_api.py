@@ -30,8 +30,6 @@ ANSWERED_BY = {
 }
 # What there is where the answer is no.
 OTHERWISE = {"device_memory_size_v2": {"device_memory_size"}}
-# What every version has and says nothing reliable.
-NEVER = {"supports_operator"}
 # Names of the API that our own classes have too: reading them is ours, and ours are never set.
 OURS = {"precision"}
 
@@ -96,24 +94,6 @@ def unguarded(trees: list[ast.Module]) -> list[str]:
 
 def test_every_name_is_everywhere_or_asked_for() -> None:
     assert not unguarded([ast.parse(path.read_text(encoding="utf-8")) for path in FILES])
-
-
-def test_what_says_nothing_reliable_is_never_asked() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
-    assert not NEVER & {use.name for tree in trees for use in uses(tree)}
-    assert all(HAVING[name] == VERSIONS for name in NEVER)
-
-
-def test_every_class_and_enum_in_use_is_recorded() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
-    found = {
-        node.attr
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("trt", "module")
-    }
-    assert {"Builder", "OnnxParser", "BuilderFlag"} <= found
-    assert found - {"__version__"} <= {name for names in RECORD["names"][""].values() for name in names.split()}
 
 
 @pytest.mark.parametrize("question", ANSWERED_BY)

@@ -27,9 +27,10 @@ from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import FORMATS
 from tfexport.runtime.eager import EagerBatch, EagerSession, load_eager_model
-from tfexport.runtime.registry import LoadOptions, get, registered
-from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
+from tfexport.runtime.registry import Graphs, LoadOptions, get, registered
+from tfexport.runtime.session import Candidates, Floats, Limit, Session
 from tfexport.tensorrt.session import session as backend
+from tfexport.tensorrt.session._batch import TrtBatch
 from tfexport.verify import VerifyConfig, verify_bundle
 from tfexport.verify._numbers import compare, random_batches, step_logits
 
@@ -40,10 +41,6 @@ FEW = VerifyConfig(samples=8)
 @pytest.fixture(scope="session")
 def bundle(variant: Callable[[str], Path]) -> Path:
     return variant("post")
-
-
-def graphs_of(bundle: Bundle) -> dict[str, Path]:
-    return {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +56,7 @@ def engines(**changes: Any) -> Callable[..., Session]:
     def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         assert options == LoadOptions()
         form = "static" if bundle.manifest.spec.has_decoder else None
-        return trt_session(graphs_of(bundle), bundle.manifest.spec, form, **changes)
+        return trt_session(dict(Graphs.of(bundle).paths), bundle.manifest.spec, form, **changes)
 
     return open_bundle
 
@@ -128,28 +125,14 @@ def test_narrow_weights_are_judged_by_their_own_tolerance(
 
 
 def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The static graph with the weights of another model, at an engine's limits."""
-    make = engines(max_shapes="num_candidates:9")
+    step = TrtBatch._step
 
-    def swapped(opened: Bundle, options: LoadOptions) -> Session:
-        session = make(opened, options)
-        open_batch = session.batch
+    def wrong(*arguments: Any) -> Candidates:
+        found = step(*arguments)
+        return dataclasses.replace(found, logits=found.logits[:, ::-1].copy())
 
-        def batch(width: int = 1) -> Batch:
-            opened = open_batch(width)
-            step = opened.step
-
-            def wrong(*arguments: Any) -> Candidates:
-                found = step(*arguments)
-                return Candidates(found.token_ids, found.logits[:, ::-1].copy(), found.log_normalizer)
-
-            opened.step = wrong  # type: ignore[method-assign]
-            return opened
-
-        session.batch = batch  # type: ignore[method-assign]
-        return session
-
-    monkeypatch.setattr(backend, "open_bundle", swapped)
+    monkeypatch.setattr(backend, "open_bundle", engines(max_shapes="num_candidates:9"))
+    monkeypatch.setattr(TrtBatch, "_step", wrong)
     report = verify_bundle(bundle, config=FEW, backend="trt")
     assert not report.passed
     assert "trt fp32 differs by" in report.problems()[0]

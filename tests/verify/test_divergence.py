@@ -13,7 +13,7 @@ from tfexport.decode.result import Hypothesis
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.verify import Decodes, Divergence, Numbers, Report
-from tfexport.verify._decodes import measure_divergence, parting
+from tfexport.verify._decodes import measure_divergence
 
 SOURCES = [[3, 4], [5, 6, 7, 8], [9], [10, 11, 12], [13, 14]] * 3
 
@@ -36,13 +36,6 @@ def margin(eager: Any, source: list[int], tokens: list[int]) -> float:
     batch.add(np.array([source]), np.ones((1, len(source)), bool), [prompt])
     logits = batch.step(np.array(prompt[-1:]), eager.spec.vocab).logits[0]
     return float(np.sort(logits)[-1] - np.sort(logits)[-2])
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "step"), [([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([5], [], 0), ([4, 1], [5, 1], 0)]
-)
-def test_a_text_parts_where_it_differs_or_ends(left: list[int], right: list[int], step: int) -> None:
-    assert parting(left, right) == parting(right, left) == step
 
 
 def test_the_medians_are_those_of_the_sequences_that_part(eager: EagerSession) -> None:

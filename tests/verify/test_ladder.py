@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -196,26 +197,32 @@ def strict_json(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_every_mutation_fails_at_its_stage_and_says_where(name: str, bundle: Path, tmp_path: Path) -> None:
+def test_every_mutation_fails_at_its_stage(name: str, bundle: Path, tmp_path: Path) -> None:
     graph, change = MUTATIONS[name]
-    wrong = altered(bundle, tmp_path / "b", **{graph: change})
-    result = verify(wrong, "--samples", FEW.samples, "--json")
+    result = verify(altered(bundle, tmp_path / "b", **{graph: change}), "--samples", FEW.samples, "--json")
     assert result.exit_code == 2, result.output
     report = strict_json(result.stdout)
     assert report["passed"] is False
     assert {rung["stage"] for rung in report["numbers"] if not rung["passed"]} == STAGES[graph]
     assert {rung["stage"] for rung in report["decodes"] if not rung["passed"]} <= STAGES[graph]
-    text = verify(wrong, "--samples", FEW.samples)
-    assert text.exit_code == 2
-    lines = text.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("alignment, no mask", "alignment of ort concat differs by"),
+        ("no mask, static", "ort static differs by"),
+        ("NaN", "ort concat gives NaN"),
+    ],
+)
+def test_the_table_shows_which_check_failed_and_where(name: str, problem: str, bundle: Path, tmp_path: Path) -> None:
+    graph, change = MUTATIONS[name]
+    result = verify(altered(bundle, tmp_path / "b", **{graph: change}), "--samples", FEW.samples)
+    assert result.exit_code == 2
+    lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[-1] == "parity with the eager model: FAILED"
-    said = " ".join(" ".join(lines).split())
-    for stage in STAGES[graph]:
-        who = f"alignment of {stage}" if graph == "alignment" else stage
-        assert f"✗ {who} {'gives NaN' if name == 'NaN' else 'differs by'}" in said
-    assert " at batch " in said
-    assert ", row " in said
+    assert re.search(rf"✗ {problem}.* at batch \d+, row \d+", " ".join(" ".join(lines).split()))
 
 
 def test_the_bundle_itself_passes_the_same_way(bundle: Path, tmp_path: Path) -> None:
@@ -255,8 +262,8 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     wrong = altered(bundle, tmp_path / "b", **changes, decoder_static=lambda graph: change(graph, error))
     opened = open_bundle(wrong)
     spec = replace(opened.manifest.spec, max_target_length=2)
-    graphs = {name: opened.file(graph.file) for name, graph in opened.manifest.graphs.items()}
-    report = verify_stages(Stages(EagerModel(model), Graphs(graphs, spec, alignment=opened.manifest.alignment)), FEW)
+    graphs = replace(Graphs.of(opened), spec=spec)
+    report = verify_stages(Stages(EagerModel(model), graphs), FEW)
     assert report.passed, report.problems()
     greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
     assert greedy["ort concat"].exact == greedy["ort contrib"].exact == FEW.samples
@@ -267,7 +274,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     assert report.summary()["ties"] >= FEW.samples
 
     # The same decodes, judged by an error too small to turn them, differ.
-    eager, static = EagerSession(model, spec), OrtSession(Graphs(graphs, spec), "static")
+    eager, static = EagerSession(model, spec), OrtSession(graphs, "static")
     sources = random_sources(spec, FEW.samples, np.random.default_rng(0))
     decodes = [decode_best(session, sources, 1, 8) for session in (eager, static)]
     judged = [

@@ -18,6 +18,7 @@ from tfexport.errors import TfexportError
 # Windows lacks this module; only the time is limited there.
 resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
 _MAX_FILES = 64
+_TOO_MUCH_MEMORY = "needs more than {} bytes of memory"
 
 
 class ProcessError(Exception):
@@ -32,17 +33,10 @@ def call_in_process(
     cpu_s: int | None = None,
     data: bytes | None = None,
 ) -> Any:
-    """Call a function in a new Python process and return its result.
+    """Call a function, "module:name", in a new Python process and return its result.
 
-    With a memory limit the process also cannot write files and can open only a few.
-
-    Args:
-        function: "module:name"; `arguments` and the result are JSON values.
-        arguments: positional arguments.
-        wall_s: time limit in seconds.
-        memory_bytes: limit of the address space; None for no limit.
-        cpu_s: limit of CPU time in seconds; None for no limit.
-        data: passed as the last argument.
+    The arguments and the result are JSON values, except `data`, which is passed as the last argument. With a memory
+    limit, which counts the address space, the process also cannot write files and can open only a few.
 
     Raises:
         ProcessError: the process exceeded a limit, crashed or failed.
@@ -74,23 +68,14 @@ def call_in_process(
     return found["result"]
 
 
-def limits_memory() -> bool:
-    """Return whether this system can limit the memory of a process."""
-    return resource is not None
-
-
 def _reason(code: int, stderr: str, memory_bytes: int | None, cpu_s: int | None) -> str:
     if "memory allocation" in stderr or "MemoryError" in stderr:
-        return _too_much_memory(memory_bytes)
+        return _TOO_MUCH_MEMORY.format(memory_bytes)
     if code == -getattr(signal, "SIGXCPU", 0) or (code == -getattr(signal, "SIGKILL", 0) and cpu_s is not None):
         return f"takes more than {cpu_s} s of CPU time"
     if code < 0:
         return f"was ended by signal {-code}"
     return f"failed ({(stderr.strip().splitlines() or ['no reason given'])[-1]})"
-
-
-def _too_much_memory(memory_bytes: int | None) -> str:
-    return f"needs more than {memory_bytes} bytes of memory"
 
 
 def _main() -> None:
@@ -104,7 +89,7 @@ def _main() -> None:
         found = {"error": type(error).__name__, "problems": error.problems}
         found |= {"subject": error.subject, "remedy": error.remedy}
     except MemoryError:
-        found = {"failed": _too_much_memory(request["memory"])}
+        found = {"failed": _TOO_MUCH_MEMORY.format(request["memory"])}
     print("\n" + json.dumps(found), end="")  # noqa: T201 - read by the parent process
 
 

@@ -73,9 +73,9 @@ def file_problems(
     Args:
         folder: the directory.
         files: entries of the manifest.
-        manifest: name of the manifest; it and its signature are not listed.
-        unread: listed files of which only the size is compared.
-        optional: files that may exist without being listed.
+        manifest: name of the manifest; it and its signature need no entry.
+        unread: files of which only the size is compared.
+        optional: files that may exist without an entry.
         without: subdirectory to skip.
     """
     signature = manifest + SIGNATURE_SUFFIX

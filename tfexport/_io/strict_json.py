@@ -127,17 +127,11 @@ def seal(data: dict[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
-    """Read an object that `seal` wrote.
-
-    Args:
-        raw: content of the file.
-        read: builds the value from the object without its hash; its ConfigError lists every wrong value.
-        name: of the file, for errors.
-        format_version: newest supported version.
-        remedy: for a damaged file.
+    """Read an object that `seal` wrote; `read` builds the value from the object without its hash.
 
     Raises:
-        BundleError: it is not JSON, was changed or was made by a newer version; lists every wrong value.
+        BundleError: it is not JSON, was changed or was made by a version newer than `format_version`; lists every wrong
+            value that the ConfigError of `read` has. The message has `name` and ends with `remedy`.
     """
     data = parse(raw, name, remedy)
     version = data.get("format_version")

@@ -38,9 +38,9 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
     if log_level != "debug":  # uvicorn logs each start, stop and malformed request
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    from tfexport.serve.server import serve_bundles
+    from tfexport.serve.server import Server
 
-    done = serve_bundles(
+    server = Server(
         named_bundles(bundles),
         config_of(ServerConfig, options),
         serving=config_of(ServingConfig, options),
@@ -49,4 +49,4 @@ def serve(
         access_log=access_log,
         **loading,
     )
-    click.get_current_context().exit(0 if done else EXIT_ERROR)
+    click.get_current_context().exit(0 if server.run() else EXIT_ERROR)

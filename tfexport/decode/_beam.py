@@ -40,7 +40,6 @@ class Extensions(NamedTuple):
     log_probs: Floats
 
     def first(self, num: int) -> Extensions:
-        """Return the `num` best of each source."""
         return Extensions(self.rows[:, :num], self.token_ids[:, :num], self.log_probs[:, :num])
 
 
@@ -66,7 +65,6 @@ class Finished:
         self._ended: list[list[Ended]] = []
 
     def begin(self, sources: int) -> None:
-        """Add sources without a hypothesis."""
         self.worst = np.concatenate((self.worst, np.full(sources, -np.inf, np.float32)))
         self._ended += [[] for _ in range(sources)]
 
@@ -79,12 +77,10 @@ class Finished:
             self.worst[source] = best[-1].score
 
     def select(self, kept: Ids) -> None:
-        """Remove all sources except `kept`, int64 [new sources]."""
         self.worst = self.worst[kept]
         self._ended = [self._ended[source] for source in kept.tolist()]
 
     def hypotheses(self, source: int, count: int) -> list[Hypothesis]:
-        """Return at most `count` hypotheses of one source, best first."""
         return [
             Hypothesis(
                 token_ids=tuple(ended.token_ids[1:]),
@@ -97,7 +93,7 @@ class Finished:
 
 
 class BeamSearch:
-    """Beam search with num_beams beams per source."""
+    """Beam search with num_beams beams per source; the methods are those of `Search`."""
 
     follows_best = False
 
@@ -120,7 +116,6 @@ class BeamSearch:
         self._steps_left = 0  # until the first source is at its limit
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append sources, with one beam each and room for the others."""
         self.requests += requests
         by_row = [request for request in requests for _ in range(self.width)]
         self.history.add(request.prompt for request in by_row)
@@ -135,11 +130,9 @@ class BeamSearch:
         self._steps_left = int((self._limits - self._num_new).min())
 
     def num_candidates(self) -> int:
-        """Return how many candidates per row `take` needs."""
         return self._processors.num_candidates(self._num_extensions, self.history)
 
     def take(self, found: Candidates) -> Taken:
-        """Extend the beams and finish those that end."""
         done: dict[int, Outcome] = {}
         broken = is_broken(found)
         if broken is not None:
@@ -180,15 +173,12 @@ class BeamSearch:
         return Taken(order if moves else None, done)
 
     def steps_ahead(self) -> int:
-        """Return 1, because any step may reorder the beams."""
-        return 1
+        return 1  # any step may reorder the beams
 
     def follow(self, found: Candidates) -> None:
-        """Raise: it is never called, because `steps_ahead` is 1."""
         raise AssertionError("a beam search takes one step at a time")
 
     def remove(self, kept: Ids) -> None:
-        """Remove all sources except `kept`."""
         self.requests = [self.requests[place] for place in kept.tolist()]
         rows = rows_of(kept, self.width)
         self.history.keep(rows)

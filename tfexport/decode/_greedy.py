@@ -1,26 +1,90 @@
-"""Run greedy search and sampling, one token at a time."""
+"""Run greedy search and reproducible sampling, one token at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tfexport.contract import ModelSpec
 from tfexport.decode._history import History
 from tfexport.decode._processors import Processors
-from tfexport.decode._sampling import Sampler
-from tfexport.decode._search import Option, Outcome, Taken, is_broken, not_a_number, nothing_left, repaired
+from tfexport.decode._search import Outcome, Taken, is_broken, not_a_number, nothing_left, repaired
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Ids, Mask
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+
+
+class Sampler:
+    """A sampler for the distribution after temperature, top_k and top_p.
+
+    Each row has its own generator, seeded with (seed, place of the text, sample), and takes one number per token, so
+    a draw does not depend on other rows.
+
+    Attributes:
+        wanted: number of best candidates that it draws from.
+    """
+
+    def __init__(self, config: DecodeConfig, vocab: int) -> None:
+        self.wanted = config.top_k or vocab
+        self._config = config
+        self._generators: list[np.random.Generator] = []
+
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            place = request.text if request.place is None else request.place
+            self._generators.append(np.random.default_rng((request.config.seed, place, request.sample)))
+
+    def keep(self, rows: Ids) -> None:
+        self._generators = [self._generators[row] for row in rows.tolist()]
+
+    def draw(self, log_probs: Floats) -> tuple[Ids, Floats]:
+        """Draw a candidate for each row.
+
+        Args:
+            log_probs: float32 [rows, num_candidates], best first.
+
+        Returns:
+            Column of the candidate, int64 [rows], and the log-probability that it was drawn with, float32 [rows].
+        """
+        probabilities = distribution(log_probs[:, : self.wanted], self._config)
+        cumulative = probabilities.cumsum(1)
+        draws = np.array([generator.random() for generator in self._generators])
+        columns: Ids = (cumulative > draws[:, None] * cumulative[:, -1:]).argmax(1)
+        return columns, np.log(probabilities[np.arange(len(columns)), columns]).astype(np.float32)
+
+
+def distribution(log_probs: Floats, config: DecodeConfig) -> NDArray[np.float64]:
+    """Return the distribution that a sample is drawn from.
+
+    Temperature, top_k and top_p apply in this order, as in Hugging Face `generate`. If candidates are equal at the
+    k-th place, the session chooses: on the CPU those with the lowest ids.
+
+    Args:
+        log_probs: of the top_k best candidates, up to a constant, float32 [rows, num_candidates], best first.
+        config: only temperature and top_p are used.
+
+    Returns:
+        float64 [rows, num_candidates]; each row sums to 1.
+    """
+    scaled = log_probs.astype(np.float64) / config.temperature
+    weights = np.exp(scaled - scaled[:, :1])
+    probabilities: NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
+    if config.top_p < 1:
+        tail = probabilities[:, ::-1].cumsum(1)[:, ::-1]
+        dropped = tail <= 1 - config.top_p
+        dropped[:, 0] = False
+        probabilities = np.where(dropped, 0, probabilities)
+        probabilities /= probabilities.sum(1, keepdims=True)
+    return probabilities
 
 
 class GreedySearch:
-    """Greedy search or sampling, with one row per source."""
+    """Greedy search or sampling, with one row per source; the methods are those of `Search`."""
 
     width = 1
 
@@ -31,14 +95,13 @@ class GreedySearch:
         self._ends, self.stop_ids = self._processors.ends, self._processors.stop_ids
         self._stops, self._is_stopped = Stops(config), np.empty(0, np.bool_)
         self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
-        self._options: tuple[Option, ...] = (self._processors, self._stops, *([self._sampler] if self._sampler else []))
+        self._options = [option for option in (self._processors, self._stops, self._sampler) if option]
         self._num_new: Ids = np.empty(0, np.int64)
         self._limits: Ids = np.empty(0, np.int64)
         self._totals = np.empty(0)  # Σ log p in float64
         self._failed: dict[int, Outcome] = {}
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append sources."""
         self.requests += requests
         self.history.add(request.prompt for request in requests)
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
@@ -48,11 +111,9 @@ class GreedySearch:
             option.add(requests)
 
     def num_candidates(self) -> int:
-        """Return how many candidates per row `take` needs."""
         return self._processors.num_candidates(self._sampler.wanted if self._sampler else 1, self.history)
 
     def take(self, found: Candidates) -> Taken:
-        """Extend each row by one token."""
         broken = is_broken(found)
         if broken is not None:
             self._fail(broken, self._num_new)
@@ -80,17 +141,14 @@ class GreedySearch:
 
     @property
     def follows_best(self) -> bool:
-        """Whether each row continues with its best token."""
         return self._sampler is None and self._processors.leave_best
 
     def steps_ahead(self) -> int:
-        """Return how many steps may be taken at once."""
         if not self.follows_best or self._stops.are_set:
             return 1
         return int((self._limits - self._num_new).min())
 
     def follow(self, found: Candidates) -> None:
-        """Take steps in which each row continued with its best token."""
         token_ids, log_probs = found.token_ids[:, :, 0], found.logits[:, :, 0] - found.log_normalizer
         finite = np.isfinite(log_probs)
         if not finite.all():
@@ -101,7 +159,6 @@ class GreedySearch:
         self._num_new += len(token_ids)
 
     def remove(self, kept: Ids) -> None:
-        """Remove all sources except `kept`."""
         self.requests = [self.requests[place] for place in kept.tolist()]
         self.history.keep(kept)
         self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]

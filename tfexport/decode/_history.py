@@ -18,6 +18,7 @@ class History:
     Attributes:
         lengths: number of tokens of each row, int64 [rows].
         newest: last token of each row, int64 [rows].
+        longest: number of tokens of the longest row.
     """
 
     def __init__(self, fill: int) -> None:
@@ -31,15 +32,9 @@ class History:
     @property
     def tokens(self) -> Ids:
         """All rows, int64 [rows, longest]; a view that the next step overwrites."""
-        return self._tokens[:, : self._longest]
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest row."""
-        return self._longest
+        return self._tokens[:, : self.longest]
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Append a row for each prompt."""
         new = [list(prompt) for prompt in prompts]
         self._reserve(max(map(len, new)))
         block = np.full((len(new), self._tokens.shape[1]), self._fill, np.int64)
@@ -52,23 +47,23 @@ class History:
 
     def append(self, token_ids: Ids) -> None:
         """Append its token to every row, int64 [rows]."""
-        self._reserve(self._longest + 1)
+        self._reserve(self.longest + 1)
         if self._is_even:  # writing a column is three times as fast
-            self._tokens[:, self._longest] = token_ids
+            self._tokens[:, self.longest] = token_ids
         else:
             self._tokens[self._rows, self.lengths] = token_ids
         self.newest = token_ids
         self.lengths += 1
-        self._longest += 1
+        self.longest += 1
 
     def extend(self, token_ids: Ids) -> None:
         """Append tokens to every row, int64 [tokens, rows], at least one."""
         count = len(token_ids)
-        self._reserve(self._longest + count)
+        self._reserve(self.longest + count)
         self._tokens[self._rows[:, None], self.lengths[:, None] + np.arange(count)] = token_ids.T
         self.newest = token_ids[-1]
         self.lengths += count
-        self._longest += count
+        self.longest += count
 
     def branch(self, rows: Ids, token_ids: Ids) -> bool:
         """Continue row rows[r] with a token as row r; all rows are equally long.
@@ -78,24 +73,22 @@ class History:
         """
         moves = rows.tobytes() != self._in_place  # the fastest comparison of a few numbers
         if moves:
-            self._tokens[:, : self._longest] = self.tokens.take(rows, 0)
+            self._tokens[:, : self.longest] = self.tokens.take(rows, 0)
         self.append(token_ids)
         return moves
 
     def keep(self, rows: Ids) -> None:
-        """Remove all rows except `rows`, int64 [new rows]."""
         self._tokens, self.lengths, self.newest = self._tokens[rows], self.lengths[rows], self.newest[rows]
         self._measure()
 
     def row(self, row: int) -> list[int]:
-        """Return the tokens of one row."""
         tokens: list[int] = self._tokens[row, : self.lengths[row]].tolist()
         return tokens
 
     def _measure(self) -> None:
         lengths = self.lengths.tolist()
-        self._longest = max(lengths, default=0)
-        self._rows, self._is_even = np.arange(len(lengths)), min(lengths, default=0) == self._longest
+        self.longest = max(lengths, default=0)
+        self._rows, self._is_even = np.arange(len(lengths)), min(lengths, default=0) == self.longest
         self._in_place = self._rows.tobytes()
 
     def _reserve(self, length: int) -> None:

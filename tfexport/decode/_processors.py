@@ -2,14 +2,14 @@
 
 They do the same as those of Hugging Face transformers, in the same order, but on the best candidates instead of the
 whole vocabulary: if a processor can lower at most n tokens of a row, the best k of the row are among its k + n best
-candidates. To add an option, add a field to `DecodeConfig` and a class to `PROCESSORS`.
+candidates. To add an option, add a field to `DecodeConfig` and a line to `_processors`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, NamedTuple, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,11 +54,6 @@ class Processor:
     leaves_best: bool = False
     stop_ids: frozenset[int] = frozenset()
 
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        """Create the processor of a configuration; return None if the option is not set."""
-        raise NotImplementedError
-
     def add(self, requests: Sequence[Request]) -> None:
         """Append a row for each request."""
 
@@ -93,7 +88,7 @@ class Processors:
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
         self.ends = Ends(config.ends(spec.tokens.eos))
-        found = [processor for kind in PROCESSORS if (processor := kind.of(config, spec))]
+        found = list(_processors(config, self.ends, spec.vocab))
         self._all, self._vocab = found, spec.vocab
         self._on_logits = [processor for processor in found if processor.takes_logits and config.num_beams == 1]
         self._on_log_probs = [processor for processor in found if processor not in self._on_logits]
@@ -105,29 +100,20 @@ class Processors:
         return all(processor.leaves_best for processor in self._all)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append a row for each request."""
         for processor in self._all:
             processor.add(requests)
 
     def keep(self, rows: Ids) -> None:
-        """Remove all rows except `rows`, int64 [new rows]."""
         for processor in self._all:
             processor.keep(rows)
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        """Return how many candidates `apply` needs to return the `wanted` best."""
         for processor in self._all:
             wanted = processor.num_candidates(wanted, history)
         return min(wanted, self._vocab)
 
     def apply(self, found: Candidates, history: History, num_new: Ids, limits: Ids) -> tuple[Ids, Floats]:
-        """Process the candidates of a step.
-
-        Args:
-            found: at least as many as `num_candidates` returned.
-            history: the history that was passed to `num_candidates`.
-            num_new: number of tokens that each source has generated, int64 [sources].
-            limits: most tokens that each source may generate, int64 [sources].
+        """Process at least as many candidates as `num_candidates` returned, with the arguments of `Rows`.
 
         Returns:
             Ids and log-probabilities [rows, candidates], best first, equal ones in order of id; -inf for bans.
@@ -173,10 +159,6 @@ class _RepetitionPenalty(Processor):
     def __init__(self, penalty: float, vocab: int) -> None:
         self._penalty, self._vocab, self._contains = penalty, vocab, _Membership(vocab)
 
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        return cls(config.repetition_penalty, spec.vocab) if config.repetition_penalty != 1 else None
-
     def num_candidates(self, wanted: int, history: History) -> int:
         # A penalty below 1 raises scores, so any token may become the best.
         return self._vocab if self._penalty < 1 else wanted + history.longest
@@ -215,10 +197,6 @@ class _NoRepeatNgram(_BannedCompletions):
         super().__init__(vocab)
         self._size = size
 
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        return cls(config.no_repeat_ngram_size, spec.vocab) if config.no_repeat_ngram_size else None
-
     def completions(self, history: History) -> list[Ids]:
         return _next_of_ngrams(history.tokens, history.lengths, history, self._size, self._vocab)
 
@@ -227,10 +205,6 @@ class _EncoderNoRepeatNgram(_BannedCompletions):
     def __init__(self, size: int, vocab: int) -> None:
         super().__init__(vocab)
         self._size, self._sources = size, list[Sequence[int]]()
-
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        return cls(config.encoder_no_repeat_ngram_size, spec.vocab) if config.encoder_no_repeat_ngram_size else None
 
     def add(self, requests: Sequence[Request]) -> None:
         self._sources += [request.source_ids for request in requests]
@@ -253,11 +227,6 @@ class _BadWords(_BannedCompletions):
         for word in words:
             by_length.setdefault(len(word), []).append(word)
         self._words = [np.array(alike, np.int64) for alike in by_length.values()]
-
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        words = [word for word in config.bad_words_ids if len(word) > 1]
-        return cls(words, spec.vocab) if words else None
 
     def completions(self, history: History) -> list[Ids]:
         found = []
@@ -294,10 +263,6 @@ class _MinLength(Processor):
     def __init__(self, config: DecodeConfig, ends: Ends) -> None:
         self._min_length, self._min_new, self._ends = config.min_length, config.min_new_tokens, ends
 
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        return cls(config, Ends(config.ends(spec.tokens.eos))) if config.bans_ends else None
-
     def num_candidates(self, wanted: int, history: History) -> int:
         return wanted + len(self._ends.ids)
 
@@ -320,14 +285,6 @@ class _Suppress(Processor):
         self._banned = np.zeros(vocab, np.bool_)
         self._banned[list(tokens)] = True
 
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        ends = config.ends(spec.tokens.eos)
-        # As in transformers, an end token is not banned as a bad word.
-        words = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends}
-        tokens = frozenset({*config.suppress_tokens, *words})
-        return cls(tokens, spec.vocab) if tokens else None
-
     def num_candidates(self, wanted: int, history: History) -> int:
         return wanted + len(self.stop_ids)
 
@@ -349,10 +306,6 @@ class _PrefixBias(Processor):
         self._prefixes: list[Sequence[int]] = []
         self._next_ids: Ids = np.empty(0, np.int64)
         self.leaves_best = True  # unless a row of the last `num_candidates` follows its prefix
-
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        return cls(config.prefix_bias_beta, spec.vocab) if config.prefix_bias_beta else None
 
     def add(self, requests: Sequence[Request]) -> None:
         self._prefixes += [request.biased_prefix for request in requests]
@@ -400,10 +353,6 @@ class _ForcedEnd(Processor):
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens = sorted(set(tokens))
 
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        return cls(config.forced_ends) if config.forced_ends else None
-
     def num_candidates(self, wanted: int, history: History) -> int:
         return max(wanted, len(self._tokens))
 
@@ -418,14 +367,23 @@ class _ForcedEnd(Processor):
         return token_ids, scores
 
 
-# In the order in which they apply.
-PROCESSORS: tuple[type[Processor], ...] = (
-    _RepetitionPenalty,
-    _NoRepeatNgram,
-    _EncoderNoRepeatNgram,
-    _BadWords,
-    _MinLength,
-    _Suppress,
-    _PrefixBias,
-    _ForcedEnd,
-)
+def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Processor]:
+    """Yield the processors of the options that are set, in the order in which they apply."""
+    if config.repetition_penalty != 1:
+        yield _RepetitionPenalty(config.repetition_penalty, vocab)
+    if config.no_repeat_ngram_size:
+        yield _NoRepeatNgram(config.no_repeat_ngram_size, vocab)
+    if config.encoder_no_repeat_ngram_size:
+        yield _EncoderNoRepeatNgram(config.encoder_no_repeat_ngram_size, vocab)
+    if words := [word for word in config.bad_words_ids if len(word) > 1]:
+        yield _BadWords(words, vocab)
+    if config.bans_ends:
+        yield _MinLength(config, ends)
+    # As in transformers, an end token is not banned as a bad word.
+    single = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends.ids}
+    if banned := frozenset({*config.suppress_tokens, *single}):
+        yield _Suppress(banned, vocab)
+    if config.prefix_bias_beta:
+        yield _PrefixBias(config.prefix_bias_beta, vocab)
+    if config.forced_ends:
+        yield _ForcedEnd(config.forced_ends)

@@ -20,18 +20,6 @@ from tfexport.runtime.session import Candidates, Ids, Mask
 Outcome = list[Hypothesis] | TfexportError
 
 
-class Option(Protocol):
-    """State of a decoding option for the sources of a search, such as the sampler."""
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Append sources."""
-        ...
-
-    def keep(self, kept: Ids) -> None:
-        """Remove all sources except `kept`, int64 [new sources]."""
-        ...
-
-
 class Taken(NamedTuple):
     """The result of a step of a search.
 

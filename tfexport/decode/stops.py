@@ -1,20 +1,23 @@
-"""End texts at stop strings and time limits."""
+"""End texts at stop strings and time limits, and decode tokens to pieces of text as they arrive."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from tfexport.decode.request import Request
+from tfexport.decode.request import Request, TextOf
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Ids, Mask
 
+# Byte-level tokenizers decode an incomplete character to this.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
-def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> int | None:
+
+def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: TextOf) -> int | None:
     """Find the stop string that the last token has completed.
 
     Args:
@@ -79,3 +82,34 @@ class Stops:
                 "check the tokenizer, or leave stop_strings out",
                 indices=[request.text],
             ) from error
+
+
+class Pieces:
+    """Decoder of one text whose tokens arrive one by one.
+
+    The first `prefix_len` tokens are given and cannot complete one of the stop `strings`.
+
+    Attributes:
+        text: the text so far, including the part that has not been returned.
+    """
+
+    def __init__(self, text_of: TextOf, prefix_len: int = 0, strings: Sequence[str] = ()) -> None:
+        self._text_of, self._prefix_len, self._strings = text_of, prefix_len, strings
+        self._seen: list[int] = []
+        self._given = self.text = ""
+
+    def push(self, token: int) -> str:
+        """Add a token; return the next piece, empty while a character is incomplete."""
+        self._seen.append(token)
+        asked = self._strings and len(self._seen) > self._prefix_len
+        end = stop_end(self._seen, self._strings, self._text_of) if asked else None
+        self.text = self._text_of(self._seen)[:end]
+        if self.text.endswith(INCOMPLETE) or not self.text.startswith(self._given):
+            return ""
+        return self.rest()
+
+    def rest(self) -> str:
+        """Return the part of the text that has not been returned."""
+        piece = self.text[len(self._given) :]
+        self._given = self.text
+        return piece

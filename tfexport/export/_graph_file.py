@@ -40,11 +40,7 @@ def load_graph(path: Path) -> ir.Model:
 def save_graph(model: ir.Model, path: Path, contract: GraphSpec, *, portable: bool = True) -> None:
     """Write a graph, and check that the file is valid ONNX and fulfills the contract.
 
-    Args:
-        model: refers to weight files next to `path`.
-        path: of the file.
-        contract: inputs and outputs that it must have, in order.
-        portable: reject attention that TensorRT would misread.
+    The model refers to weight files next to `path`. If `portable`, attention that TensorRT would misread is rejected.
 
     Raises:
         GraphError: lists every difference.

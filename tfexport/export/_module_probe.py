@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from tfexport.contract import ModelSpec
 from tfexport.errors import GraphError, raise_all, raised_by
 from tfexport.export.decoders import ModuleTraits
-from tfexport.nn.cache import ConcatCache, KeyValue
+from tfexport.nn.cache import ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.eager import EncoderDecoder
-from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import FLOAT
 
@@ -78,10 +77,10 @@ class _Watched:
         return cast(Tensor, super().attend(*inputs, softcap=softcap, **options))  # type: ignore[misc]
 
 
-class _WatchedSource(_Watched, PaddedSource): ...
+class _WatchedSource(_Watched, Source): ...
 
 
-class _WatchedCross(_Watched, CrossCache): ...
+class _WatchedCross(_Watched, Cross): ...
 
 
 class _WatchedCache(_Watched, ConcatCache):

@@ -2,16 +2,21 @@
 
 Works for any module with the methods `encode` and `decode_step` of `tfexport.nn.transformer.Transformer`, or
 `hidden_states` for an encoder-only model.
+
+To decompose operators that it does not know, the exporter traces the program again, which takes as long as the rest of
+the export. Transformers have only a few of these operators, and `lower` rewrites them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -21,6 +26,7 @@ import torch
 from onnxscript.version_converter import convert_version
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from tfexport.contract import (
     LOGITS,
@@ -39,13 +45,14 @@ from tfexport.contract import (
     key_value_names,
 )
 from tfexport.errors import GraphError, first_line
-from tfexport.export._capture import Lowered, capture, lower, promotes
 from tfexport.export.decoders import FORMS
 from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
 from tfexport.nn.cache import KeyValue, Source
 from tfexport.nn.eager import EncoderDecoder, align
-from tfexport.nn.source import PaddedSource
 
+_ATEN = torch.ops.aten
+# Assertions about sizes and types, which the graphs do not need.
+_NOTES = {_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default}
 _EXPORTER = "torch.onnx._internal.exporter"
 # Exists since PyTorch 2.13.
 _STACK_TRACES = "do_not_emit_stack_traces"
@@ -64,7 +71,7 @@ class _Encoder(nn.Module):
         source_ids, source_mask = inputs[SOURCE_IDS], inputs[SOURCE_MASK]
         if not self.has_decoder:
             return [cast(Any, self.model).hidden_states(source_ids, source_mask).float()]
-        return _flatten(cast(EncoderDecoder, self.model).encode(source_ids, self.source(source_mask)))
+        return _unpaired(cast(EncoderDecoder, self.model).encode(source_ids, self.source(source_mask)))
 
 
 class _Decoder(nn.Module):
@@ -78,7 +85,7 @@ class _Decoder(nn.Module):
         cross, past = (_pair([rest.pop(name) for name in key_value_names(of, self.layers)]) for of in ("cross", "past"))
         cache = self.form.cache(past, target_ids, **rest)
         model = cast(EncoderDecoder, self.model)
-        return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_flatten(cache.present)]
+        return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_unpaired(cache.present)]
 
 
 class _Alignment(nn.Module):
@@ -90,7 +97,7 @@ class _Alignment(nn.Module):
         return align(cast(EncoderDecoder, self.model), self.named, *inputs.values())
 
 
-def _flatten(pairs: Sequence[KeyValue]) -> list[Tensor]:
+def _unpaired(pairs: Sequence[KeyValue]) -> list[Tensor]:
     return [tensor for pair in pairs for tensor in (pair.key, pair.value)]
 
 
@@ -99,7 +106,7 @@ def _pair(tensors: Sequence[Tensor]) -> list[KeyValue]:
 
 
 def trace_encoder(
-    model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = PaddedSource
+    model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = Source
 ) -> ir.Model:
     """Trace the encoder of a model in eval mode, in the precision of `spec`.
 
@@ -155,6 +162,144 @@ def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> 
     collapse_reshapes(model)
     _name(model, contract)
     return model
+
+
+class Lowered(ExportedProgram):
+    """A program without operators to decompose."""
+
+    def run_decompositions(self, *_: Any, **__: Any) -> ExportedProgram:
+        """Return the program itself."""
+        return self
+
+
+def capture(module: nn.Module, inputs: Mapping[str, Tensor], dynamic_shapes: Mapping[str, Any]) -> ExportedProgram:
+    """Trace a module in eval mode that takes one argument, `inputs`.
+
+    Raises the errors of `torch.export.export`.
+    """
+    given: Any = {"kwargs": {"inputs": inputs}, "dynamic_shapes": {"inputs": dynamic_shapes}}
+    try:
+        return torch.export.export(module, (), **given, strict=False)
+    except Exception as error:  # noqa: BLE001 - a user's code can fail to trace in any way
+        try:
+            # Strict mode analyzes the code of the module, so `len` of a tensor is not a constant.
+            return torch.export.export(module, (), **given, strict=True)
+        except Exception:  # noqa: BLE001 - the first error is more helpful
+            raise error from error.__cause__
+
+
+def lower(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite the operators in place that the exporter does not translate directly.
+
+    Returns:
+        The program as `Lowered`, or unchanged if an operator mutates its arguments.
+    """
+    graph = program.graph
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.target in _NOTES:
+            graph.erase_node(node)
+        elif node.target in _REWRITES:
+            _REWRITES[node.target](node)
+    if any(getattr(node.target, "_schema", None) and node.target._schema.is_mutable for node in graph.nodes):
+        return program
+    lowered = copy.copy(program)
+    lowered.__class__ = Lowered
+    return lowered
+
+
+def promotes(program: ExportedProgram) -> bool:
+    """Return whether an operator may convert the type of an argument implicitly.
+
+    ONNX operators never do so.
+    """
+    return any(_promotes(node) for node in program.graph.nodes if getattr(node.target, "namespace", "") == "aten")
+
+
+def _promotes(node: Node) -> bool:
+    result = node.meta.get("val")
+    if node.target is _ATEN._to_copy.default or not isinstance(result, Tensor):
+        return False
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
+    types = {value.dtype for value in values if isinstance(value, Tensor)}
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return bool(types) and result.dtype not in types
+    types -= {torch.bool}  # conditions are bool
+    if result.dtype != torch.bool:
+        types.add(result.dtype)
+    types |= {torch.int64 for value in values if isinstance(value, int | torch.SymInt)}
+    types |= {torch.float32 for value in values if isinstance(value, float | torch.SymFloat)}
+    return len(types) > 1
+
+
+def _cast(node: Node) -> None:
+    """Remove a cast that does not change the type, except at an output of the graph."""
+    source, dtype = _tensor(node), node.args[1]
+    node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
+    if source.meta["val"].dtype == dtype:
+        _bypass(node)
+
+
+def _bypass(node: Node) -> None:
+    node.replace_all_uses_with(_tensor(node), delete_user_cb=lambda user: user.op != "output")
+    if not node.users:
+        node.graph.erase_node(node)
+
+
+def _power(node: Node) -> None:
+    node.target, node.args = _ATEN.pow.Tensor_Scalar, (_tensor(node), 2)
+
+
+def _unflatten(node: Node) -> None:
+    dim, sizes = node.args[1:3]
+    assert isinstance(dim, int)
+    assert isinstance(sizes, list | tuple)
+    _reshape(node, dim, dim, sizes)
+
+
+def _flatten(node: Node) -> None:
+    # Only known sizes in the middle; at either end the exporter flattens without sizes.
+    shape, count = _tensor(node).meta["val"].shape, len(node.args)
+    start, end = node.args[1] if count > 1 else 0, node.args[2] if count > 2 else -1
+    assert isinstance(start, int)
+    assert isinstance(end, int)
+    start, end = start % len(shape), end % len(shape)
+    sizes = [size for size in shape[start : end + 1] if isinstance(size, int)]
+    if start and end < len(shape) - 1 and len(sizes) == end + 1 - start:
+        _reshape(node, start, end, [math.prod(sizes)])
+
+
+def _reshape(node: Node, start: int, end: int, sizes: Sequence[Any]) -> None:
+    source = _tensor(node)
+    shape = source.meta["val"].shape
+    with node.graph.inserting_before(node):
+        before = [_size(source, dim) for dim in range(start % len(shape))]
+        after = [_size(source, dim) for dim in range(end % len(shape) + 1, len(shape))]
+    node.target, node.args = _ATEN.reshape.default, (source, [*before, *sizes, *after])
+
+
+def _size(source: Node, dim: int) -> Node | int:
+    known = source.meta["val"].shape[dim]
+    if isinstance(known, int):
+        return known
+    size = source.graph.call_function(_ATEN.sym_size.int, (source, dim))
+    size.meta["val"] = known
+    return size
+
+
+def _tensor(node: Node) -> Node:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+_REWRITES = {
+    _ATEN.to.dtype: _cast,
+    _ATEN.detach_.default: _bypass,
+    _ATEN.square.default: _power,
+    _ATEN.flatten.using_ints: _flatten,
+    _ATEN.unflatten.int: _unflatten,
+}
 
 
 def _translate(program: ExportedProgram, opset: int) -> ir.Model:

@@ -27,8 +27,7 @@ _CAUSAL = ("is_causal", "unidirectional")
 def attention_problems(model: ir.Model | bytes) -> list[str]:
     """Describe each attention node that TensorRT would compute incorrectly.
 
-    Args:
-        model: a model, of which only shapes may change, or its bytes; nested graphs and functions are checked too.
+    Checks nested graphs and functions too. Only shapes of the model may change.
     """
     if isinstance(model, bytes):
         try:

@@ -25,9 +25,7 @@ def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
     scores and their softmax in float32, as if no kernel fused it. Weights, inputs and outputs are not counted. A
     runtime that fuses nodes needs less; a runtime that rounds sizes up or allocates workspaces needs more.
 
-    Args:
-        path: of the graph.
-        sizes: of every named dimension of the inputs.
+    `sizes` are those of every named dimension of the inputs.
 
     Raises:
         GraphError: the graph cannot be read, a dimension is missing, or a size depends on more than dimensions.

@@ -279,11 +279,7 @@ def separate_lookups(model: ir.Model) -> None:
 def fix_capacity(path: Path, capacity: int) -> bytes:
     """Replace the dimension `capacity` of `decoder_static.onnx` by a number.
 
-    TensorRT needs this for in-place caches.
-
-    Args:
-        path: of the graph.
-        capacity: tokens that every cache buffer holds, at most the rows of the position table, if there is one.
+    TensorRT needs this for in-place caches. `capacity` is the number of tokens that every cache buffer holds.
 
     Returns:
         A serialized ONNX model. Its weights stay in their file, so parse it with `path`.

@@ -272,16 +272,8 @@ def _find_layout(
     if proof and (layout := next((one for one in builtin if _fits(one, settings, proof)), None)):
         report(f"names and numbers fit the layout {layout.name}")
         return layout
-    heads = settings.get("num_heads")
-    found = detect(
-        tensors,
-        proof.golden if proof else None,
-        builtin,
-        budget=budget,
-        heads=heads if isinstance(heads, int) else None,
-        settings=settings,
-        report=report,
-    )
+    golden = proof.golden if proof else None
+    found = detect(tensors, golden, builtin, budget=budget, settings=settings, report=report)
     if found.search is None and not config.accept_unverified:
         raise CheckpointError(
             f"the layout {found.layout.name} is a guess from names and shapes, and nothing was proven; "

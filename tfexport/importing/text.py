@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Inner
 
+from tfexport._io import process
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
-from tfexport._io.process import limits_memory
 from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
@@ -115,7 +115,7 @@ def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, byt
     if TARGET_TOKENIZER in files:
         sides[TOKENIZER] = "source"
     warnings = [check_coverage(raw, path, spec, sides[name]) for name, raw in files.items()]
-    if not limits_memory():
+    if process.resource is None:
         warnings.append("the tokenizer was tried without a limit of memory, which this system does not have")
     return files, [warning for warning in warnings if warning]
 

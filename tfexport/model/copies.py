@@ -46,7 +46,7 @@ def with_copies(
     """Replace the unknown tokens of each result by their source tokens.
 
     It may be called on any thread, for sessions that pass `check_copies`. `results` may be in any order; their `index`
-    is the place of the source in `texts` and `sources`. `decoding` are the options that they were decoded with.
+    is the place of the source in `texts` and `sources`.
     """
     from tfexport.decode.align import unknown_sources
 

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
@@ -19,8 +18,8 @@ from tfexport.bundle.manifest import Manifest
 from tfexport.contract import ModelSpec
 from tfexport.decode.loop import check_cancelled
 from tfexport.decode.offline import decode, stream
-from tfexport.decode.pieces import Pieces
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
@@ -213,8 +212,8 @@ class Model:
 
         They equal the `token_ids` that `generate_ids` returns, including `prefix`, which has no start token.
         """
-        text_of = self.tokenizer.decode if self.tokenizer else None
         decoding, defaults = self.decoding(config, **options), self._not_given(config, options)
+        text_of = self.tokenizer.decode if self.tokenizer else None
         return stream(self.session, source, decoding, prefix=prefix, text_of=text_of, defaults=defaults, cancel=cancel)
 
     def score(
@@ -361,9 +360,7 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _pairs(
@@ -416,7 +413,7 @@ def _malloc_trim() -> Callable[[int], object]:
 def bundle_sha256(model: Model) -> str:
     """Return the SHA-256 of a model's manifest; raise `InputError` without a bundle."""
     if model.manifest is None:
-        raise InputError("the model is of no bundle, so that nothing says what it is; use tfexport.load")
+        raise InputError("the model was not loaded from a bundle; use tfexport.load")
     return hashlib.sha256(model.manifest.to_bytes()).hexdigest()
 
 

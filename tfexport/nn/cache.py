@@ -1,20 +1,24 @@
-"""Interfaces of attention, and the two caches of the decoder in PyTorch.
+"""Attention to the source, the two caches of the decoder, and scaled dot-product attention.
 
-A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. `source.py` and
-the decoder variants in `tfexport.export.decoders` implement the interfaces too. New tokens share one axis, [rows ·
+A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. The decoder
+variants in `tfexport.export.decoders` are subclasses. New tokens share one axis, [rows ·
 target_len, heads, head_dim]; stored keys and values have the heads first.
+
+If there are fewer key heads than query heads, adjacent query heads share a key head (arXiv:2305.13245), which is
+repeated for them. TensorRT fuses attention with repeated keys, but not attention with regrouped queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from tfexport.nn.dot_product import dot_product_attention
+# Finite, so that a fully masked row is not NaN, and within the range of float16.
+MASK_FILL = -1e4
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,20 @@ class KeyValue:
     value: Tensor
 
 
-class SelfAttention(Protocol):
-    """Self-attention of all layers."""
+class SelfAttention:
+    """Self-attention of all layers in one pass.
+
+    Subclasses store keys and values in `update`, or replace `attend`.
+
+    Attributes:
+        rows: of the pass.
+        mask: bool, True = attend; [rows, keys], or [rows or 1, 1, len, keys].
+        dropout: probability of dropping an attention weight in training.
+    """
+
+    rows: int
+    mask: Tensor
+    dropout: float = 0.0
 
     def attend(
         self,
@@ -58,21 +74,40 @@ class SelfAttention(Protocol):
         Returns:
             The context of every new token, with its heads concatenated, [rows · len, heads · value_dim].
         """
-        ...
+        query, key, value = (split_rows(part, self.rows) for part in (query, key, value))
+        kept = self.update(layer, KeyValue(key, value))
+        return merge_rows(self._context(query, kept, bias, scale, softcap))
+
+    def update(self, layer: int, new: KeyValue) -> KeyValue:
+        """Store new keys and values [rows, kv_heads, len, …]; return all that are stored."""
+        return new
+
+    def _context(self, query: Tensor, kept: KeyValue, bias: Tensor | None, scale: float, softcap: float) -> Tensor:
+        mask = self.mask if self.mask.dim() == 4 else self.mask[:, None, None, :]
+        return dot_product_attention(
+            query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap, dropout=self.dropout
+        )
 
 
-class Source(SelfAttention, Protocol):
-    """Self-attention of an encoder: all source tokens at once, without padding.
+class Source(SelfAttention):
+    """Self-attention of an encoder: all source tokens at once, without padding."""
+
+    def __init__(self, mask: Tensor, *, dropout: float = 0.0) -> None:
+        """Set the mask, bool [batch, source_len], True = token."""
+        self.mask, self.rows, self.dropout = mask, mask.shape[0], dropout
+
+
+class Cross:
+    """Cross-attention of a decoder to the source, whose keys and values are computed once.
 
     Attributes:
+        key_values: of each decoder layer, [batch, kv_heads, source_len, …].
         mask: bool [batch, source_len], True = token.
     """
 
-    mask: Tensor
-
-
-class Cross(Protocol):
-    """Cross-attention of a decoder to the keys and values of the source."""
+    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor, *, dropout: float = 0.0) -> None:
+        """Create it from an encoder's result and the mask of its source."""
+        self.key_values, self.mask, self._dropout = key_values, mask, dropout
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend from new target tokens to the source.
@@ -81,82 +116,62 @@ class Cross(Protocol):
             layer: from 0.
             query: [rows · target_len, heads, head_dim]; rows is a multiple of the number of sources, and the rows of
                 one source are adjacent.
-            scale: factor on the scores.
-            softcap: limit of the scores, see `dot_product_attention`; 0 for no limit.
+            scale: see `SelfAttention.attend`.
+            softcap: see `SelfAttention.attend`.
 
         Returns:
             The context of every token, with its heads concatenated, [rows · target_len, heads · value_dim].
         """
-        ...
+        kept, mask = self.key_values[layer], self.mask[:, None, None, :]
+        query = split_rows(query, self.mask.shape[0])  # the rows of a source become query positions
+        return merge_rows(
+            dot_product_attention(
+                query, kept.key, kept.value, mask, scale=scale, softcap=softcap, dropout=self._dropout
+            )
+        )
 
 
-class Cache(SelfAttention, Protocol):
+class Cache(SelfAttention):
     """Self-attention of a decoder: past tokens and the new tokens of one pass.
 
     Attributes:
         positions: of every new token, int64 [rows or 1, target_len].
         key_len: number of keys, at positions 0, 1, …, that a bias has to cover.
+        mask: the causal mask, bool [rows or 1, 1, target_len, key_len].
     """
 
     positions: Tensor
     key_len: int
 
+    def _begin(self, rows: int, positions: Tensor, key_len: int) -> None:
+        self.rows, self.positions, self.key_len = rows, positions, key_len
+        self.mask = torch.arange(key_len, device=positions.device) <= positions[:, None, :, None]
 
-class ConcatCache:
+
+class ConcatCache(Cache):
     """A cache that concatenates the past and the new tokens.
 
     Attributes:
         past: one `KeyValue` per layer of length past_len, which may be 0.
         present: filled by `attend`, length past_len + target_len.
-        positions: past_len, past_len + 1, …, int64 [1, target_len].
-        key_len: past_len + target_len.
-        mask: the causal mask, bool [1, 1, target_len, key_len].
     """
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, *, dropout: float = 0.0) -> None:
-        """Begin a pass.
-
-        Args:
-            past: of every layer; not changed.
-            target_ids: the new tokens, int64 [rows, target_len].
-            dropout: probability of dropping an attention weight in training.
-        """
-        self.past, self._rows, self._dropout = list(past), target_ids.shape[0], dropout
+        """Begin a pass of the new tokens `target_ids`, int64 [rows, target_len]."""
+        self.past, self.dropout = list(past), dropout
         self.present: list[KeyValue] = []
         past_len = past[0].key.shape[2]
-        self.key_len = past_len + target_ids.shape[1]
-        self.positions = torch.arange(past_len, self.key_len, device=target_ids.device)[None]
-        self.mask = torch.arange(self.key_len, device=target_ids.device) <= self.positions[:, None, :, None]
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None = None,
-        *,
-        scale: float,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Append keys and values and attend; see `SelfAttention`."""
-        query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
-        kept = self.update(layer, KeyValue(key, value))
-        return merge_rows(
-            dot_product_attention(
-                query, kept.key, kept.value, self.mask, bias, scale=scale, softcap=softcap, dropout=self._dropout
-            )
-        )
+        key_len = past_len + target_ids.shape[1]
+        self._begin(target_ids.shape[0], torch.arange(past_len, key_len, device=target_ids.device)[None], key_len)
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
         """Append new keys and values [rows, kv_heads, target_len, …]; return all."""
         past = self.past[layer]
-        present = KeyValue(torch.cat((past.key, new.key), 2), torch.cat((past.value, new.value), 2))
-        self.present.append(present)
-        return present
+        self.present.append(KeyValue(torch.cat((past.key, new.key), 2), torch.cat((past.value, new.value), 2)))
+        return self.present[-1]
 
 
-class RowCache:
+class RowCache(Cache):
     """Buffers of fixed capacity, written in place at each row's own position.
 
     The static decoder graph works in the same way.
@@ -164,9 +179,7 @@ class RowCache:
     Attributes:
         buffers: one `KeyValue` per layer, [rows, kv_heads, capacity, …]. Values after a row's tokens have weight 0 and
             may be any finite number; fill new buffers with 0, because 0 · NaN is NaN.
-        positions: of the new tokens, int64 [rows, target_len].
         key_len: tokens of the longest row after the pass; later values are not read.
-        mask: the causal mask of every row, bool [rows, 1, target_len, key_len].
     """
 
     def __init__(self, buffers: Sequence[KeyValue], target_ids: Tensor, lengths: Tensor) -> None:
@@ -178,35 +191,15 @@ class RowCache:
             lengths: tokens in each row's cache, int64 [rows]; lengths + target_len is at most the capacity.
         """
         self.buffers = buffers
-        self.positions = lengths[:, None] + torch.arange(target_ids.shape[1], device=lengths.device)
-        self.key_len = int(self.positions.max()) + 1
-        self.mask = torch.arange(self.key_len, device=lengths.device) <= self.positions[:, None, :, None]
-        self._rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None = None,
-        *,
-        scale: float,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Write keys and values into the buffers and attend; see `SelfAttention`."""
-        rows = len(self._rows)
-        kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
-        query = split_rows(query, rows)
-        return merge_rows(
-            dot_product_attention(query, kept.key, kept.value, self.mask, bias, scale=scale, softcap=softcap)
-        )
+        positions = lengths[:, None] + torch.arange(target_ids.shape[1], device=lengths.device)
+        self._begin(len(lengths), positions, int(positions.max()) + 1)
+        self._places = torch.arange(self.rows, device=lengths.device)[:, None]
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
         """Write new keys and values [rows, kv_heads, target_len, …]; return views of all."""
         buffer = self.buffers[layer]
         for kept, added in ((buffer.key, new.key), (buffer.value, new.value)):
-            kept[self._rows, :, self.positions] = added.transpose(1, 2)
+            kept[self._places, :, self.positions] = added.transpose(1, 2)
         return KeyValue(buffer.key[:, :, : self.key_len], buffer.value[:, :, : self.key_len])
 
 
@@ -218,3 +211,59 @@ def split_rows(x: Tensor, rows: int) -> Tensor:
 def merge_rows(x: Tensor) -> Tensor:
     """Convert `x` [rows, heads, len, width] to [rows · len, heads · width]."""
     return x.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute softmax(QKᵀ · scale + bias) V, with the softmax in float32 or wider.
+
+    See "Attention is all you need", §3.2.1.
+
+    Args:
+        query: [rows, heads, target_len, head_dim].
+        key: [rows, kv_heads, len, head_dim]; kv_heads divides heads.
+        value: [rows, kv_heads, len, value_dim].
+        mask: bool, True = attend, broadcast to [rows, heads, target_len, len].
+        bias: added to the scores, broadcast in the same way.
+        scale: factor on the scores.
+        softcap: limit of the scores: softcap · tanh(scores / softcap), before the bias; 0 for no limit.
+        dropout: probability of dropping a weight.
+
+    Returns:
+        [rows, heads, target_len, value_dim].
+    """
+    weights = attention_weights(query, key, mask, bias, scale=scale, softcap=softcap)
+    weights = F.dropout(weights, dropout, training=dropout > 0)
+    return weights.to(value.dtype) @ _repeated(value, query.shape[1])
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None = None, *, scale: float, softcap: float = 0.0
+) -> Tensor:
+    """Compute softmax(QKᵀ · scale + bias), as `dot_product_attention` does.
+
+    Returns:
+        float32 or wider, [rows, heads, target_len, len].
+    """
+    scores = (query * scale) @ _repeated(key, query.shape[1]).transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    return torch.softmax(torch.where(mask, scores, MASK_FILL), -1)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    if x.shape[1] == heads:
+        return x
+    return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)

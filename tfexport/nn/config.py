@@ -172,30 +172,24 @@ class TransformerConfig(Config, subject="model"):
             return False
         return switch.where is None or getattr(self, switch.where[0]) in switch.where[1]
 
-    def num_heads(self, side: Side) -> int:
-        """Return the number of attention heads of one side."""
-        return self._stack(side).num_heads
-
-    def num_kv_heads(self, side: Side) -> int:
-        """Return the number of heads of keys and values of one side."""
-        stack = self._stack(side)
-        return stack.num_kv_heads or stack.num_heads
-
-    def d_k(self, side: Side) -> int:
-        """Return the width of one head's queries and keys on one side."""
-        stack = self._stack(side)
-        return stack.d_k or self.d_model // stack.num_heads
-
-    def d_v(self, side: Side) -> int:
-        """Return the width of one head's values on one side."""
-        stack = self._stack(side)
-        return stack.d_v or self.d_model // stack.num_heads
-
-    def _stack(self, side: Side) -> StackConfig:
+    def stack(self, side: Side) -> StackConfig:
+        """Return the configuration of one side."""
         stack = self.encoder if side == "encoder" else self.decoder
         if stack is None:
             raise ConfigError("model: this is an encoder alone and has no decoder")
         return stack
+
+    def num_kv_heads(self, side: Side) -> int:
+        """Return the number of heads of keys and values of one side."""
+        return self.stack(side).num_kv_heads or self.stack(side).num_heads
+
+    def d_k(self, side: Side) -> int:
+        """Return the width of one head's queries and keys on one side."""
+        return self.stack(side).d_k or self.d_model // self.stack(side).num_heads
+
+    def d_v(self, side: Side) -> int:
+        """Return the width of one head's values on one side."""
+        return self.stack(side).d_v or self.d_model // self.stack(side).num_heads
 
 
 def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tfexport.contract import AlignmentHeads
-from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, split_rows
-from tfexport.nn.dot_product import attention_weights
-from tfexport.nn.source import CrossCache, PaddedSource
+from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, attention_weights, split_rows
 
 Reference = Callable[..., Tensor]
 
@@ -68,7 +66,7 @@ class EncoderDecoder(Protocol):
         ...
 
 
-class AlignedCross(CrossCache):
+class AlignedCross(Cross):
     """Cross-attention that records the mean weights of some heads of one layer.
 
     Attributes:
@@ -110,7 +108,7 @@ def align(
     Returns:
         float32 [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.
     """
-    cross = AlignedCross(model.encode(source_ids, PaddedSource(source_mask)), source_mask, named)
+    cross = AlignedCross(model.encode(source_ids, Source(source_mask)), source_mask, named)
     # Self-attention has the same heads and widths as cross-attention, so an empty slice of it is an empty past.
     past = [KeyValue(kept.key[:, :, :0], kept.value[:, :, :0]) for kept in cross.key_values]
     model.decode_step(target_ids, cross, ConcatCache(past, target_ids))

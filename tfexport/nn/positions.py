@@ -98,7 +98,6 @@ class Rotary:
     """
 
     def __init__(self, base: float, dim: int, head_dim: int, pairs: RotaryPairs) -> None:
-        """Compute the frequencies."""
         with torch.device("cpu"):
             half = torch.arange(dim // 2)
             first, second = (2 * half, 2 * half + 1) if pairs == "interleaved" else (half, half + dim // 2)
@@ -125,7 +124,6 @@ class Alibi:
     """A penalty on the distance with a fixed slope per head (arXiv:2108.12409)."""
 
     def __init__(self, num_heads: int) -> None:
-        """Compute the slope of each head."""
         self._slopes = _slopes(num_heads)
 
     def bias(self, positions: Tensor, key_len: int, dtype: torch.dtype) -> Tensor:

@@ -22,20 +22,18 @@ from torch.nn import functional as F
 from tfexport.errors import ConfigError, raise_all
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
-from tfexport.nn.config import Side, StackConfig, TransformerConfig
+from tfexport.nn.config import Side, TransformerConfig
 from tfexport.nn.layers import FeedForward, LayerNorm
 from tfexport.nn.meta import on_meta
 from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
-from tfexport.nn.source import CrossCache, PaddedSource
 
 
 class Block(nn.Module):
     """One layer: self-attention, cross-attention in a decoder, feed-forward and norms."""
 
     def __init__(self, config: TransformerConfig, side: Side) -> None:
-        """Create the sublayers of one `side`."""
         super().__init__()
-        stack = _stack(config, side)
+        stack = config.stack(side)
         self.norm_place = stack.norm_place
         is_sandwich = stack.norm_place == "sandwich"
         self.residual_scale = stack.residual_scale
@@ -68,9 +66,8 @@ class Stack(nn.Module):
     """One side: embedding, positions, blocks and the optional norms around them."""
 
     def __init__(self, config: TransformerConfig, side: Side, vocab: int, max_length: int) -> None:
-        """Create one side with random weights and an optional position table."""
         super().__init__()
-        stack = _stack(config, side)
+        stack = config.stack(side)
         self.embedding_scale = config.embedding_scale
         self.embed = nn.Embedding(vocab, config.d_model)
         # A parameter, so that it is saved and can be trained; frozen, because the paper's table is fixed.
@@ -85,7 +82,7 @@ class Stack(nn.Module):
 
     def set_positions(self, config: TransformerConfig, side: Side) -> None:
         """Set up rotary positions and ALiBi, which have no parameters."""
-        stack, width = _stack(config, side), config.d_k(side)
+        stack, width = config.stack(side), config.d_k(side)
         is_rotary = config.positions == "rotary"
         dim = config.rotary_dim or width
         self.rotary = Rotary(config.rotary_base, dim, width, config.rotary_pairs) if is_rotary else None
@@ -133,7 +130,6 @@ class Transformer(nn.Module):
     """An encoder, a decoder and an output projection; or only an encoder."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        """Create the model with random weights."""
         super().__init__()
         self.config = config
         self.attention_dropout = config.dropout
@@ -169,9 +165,9 @@ class Transformer(nn.Module):
             Logits, float32 or wider, [batch, target_len, target_vocab].
         """
         dropout = self.attention_dropout if self.training else 0.0
-        cross = self.encode(source_ids, PaddedSource(source_mask, dropout=dropout))
+        cross = self.encode(source_ids, Source(source_mask, dropout=dropout))
         cache = self.empty_cache(target_ids, dropout=dropout)
-        hidden = self._decode(target_ids, CrossCache(cross, source_mask, dropout=dropout), cache)
+        hidden = self._decode(target_ids, Cross(cross, source_mask, dropout=dropout), cache)
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
@@ -180,7 +176,7 @@ class Transformer(nn.Module):
         `source_ids` int64 and `source_mask` bool (True = token) are [batch, source_len]. The states of padding are
         meaningless.
         """
-        hidden = self._encode(source_ids, PaddedSource(source_mask))
+        hidden = self._encode(source_ids, Source(source_mask))
         return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
@@ -304,7 +300,7 @@ def _positions(ids: Tensor) -> Tensor:
 
 
 def _attention(config: TransformerConfig, side: Side) -> MultiHeadAttention:
-    heads, kv_heads, d_k = config.num_heads(side), config.num_kv_heads(side), config.d_k(side)
+    heads, kv_heads, d_k = config.stack(side).num_heads, config.num_kv_heads(side), config.d_k(side)
     widths = (d_k, d_k) if config.qk_norm == "head" else (heads * d_k, kv_heads * d_k)
     return MultiHeadAttention(
         config.d_model,
@@ -324,12 +320,6 @@ def _relative_bias(config: TransformerConfig, side: Side) -> RelativeBias:
     return RelativeBias(
         config.relative_buckets,
         config.relative_max_distance,
-        _stack(config, side).num_heads,
+        config.stack(side).num_heads,
         bidirectional=side == "encoder",
     )
-
-
-def _stack(config: TransformerConfig, side: Side) -> StackConfig:
-    stack = config.encoder if side == "encoder" else config.decoder
-    assert stack is not None
-    return stack

@@ -39,7 +39,7 @@ class CheckedSession(ABC):
         self._check_open()
         if self.spec.has_decoder:
             raise BackendError(f"{self.backend}: this model has a decoder and gives no hidden states; use generate")
-        check_source(self.spec, source_ids, source_mask)
+        _check_source(self.spec, source_ids, source_mask)
         return self._hidden_states(source_ids, source_mask)
 
     @abstractmethod
@@ -71,13 +71,13 @@ class CheckedAligner(CheckedSession):
         self._check_open()
         if not self.has_alignment:
             raise BackendError(NO_ALIGNMENT)
-        check_source(self.spec, source_ids, source_mask)
+        _check_source(self.spec, source_ids, source_mask)
         sources = len(source_ids)
         if target_ids.ndim != 2 or target_ids.dtype != np.int64 or len(target_ids) != sources or target_ids.size == 0:
             raise InputError(
                 f"target_ids is {target_ids.dtype} {target_ids.shape}, expected int64 [{sources}, target_len]"
             )
-        check_prompts(self.spec, sources, target_ids.tolist())
+        _check_prompts(self.spec, sources, target_ids.tolist())
         return self._align(source_ids, source_mask, target_ids)
 
     @abstractmethod
@@ -85,13 +85,7 @@ class CheckedAligner(CheckedSession):
 
 
 class CheckedBatch(ABC):
-    """A `Batch` that checks the arguments of its calls.
-
-    Attributes:
-        width: rows of each source.
-        can_join: whether sources may join while others are decoded.
-        lengths: number of tokens in the cache of every row, int64 [rows].
-    """
+    """A `Batch` that checks the arguments of its calls."""
 
     can_join = True
 
@@ -102,8 +96,8 @@ class CheckedBatch(ABC):
 
     def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         """Encode sources and read every prompt except its last token."""
-        check_source(self._spec, source_ids, source_mask)
-        check_prompts(self._spec, len(source_ids), prompts)
+        _check_source(self._spec, source_ids, source_mask)
+        _check_prompts(self._spec, len(source_ids), prompts)
         self._add(source_ids, source_mask, prompts)
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
@@ -113,12 +107,20 @@ class CheckedBatch(ABC):
 
     def reorder(self, rows: Ids) -> None:
         """Continue row rows[r] as row r."""
-        check_rows(self.lengths, self.width, rows)
+        lengths, width = self.lengths, self.width
+        if rows.shape != lengths.shape or (rows // width).tobytes() != _owners(lengths.size, width):
+            raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
         self._reorder(rows)
 
     def remove(self, sources: Ids) -> None:
         """Remove sources."""
-        check_sources(self.lengths.size // self.width, sources)
+        num_sources = self.lengths.size // self.width
+        if (
+            sources.ndim != 1
+            or np.unique(sources).size != sources.size
+            or (sources.size and not 0 <= sources.min() <= sources.max() < num_sources)
+        ):
+            raise InputError(f"sources is {sources.tolist()}, expected some of 0 … {num_sources - 1}, each once")
         self._remove(sources)
 
     @abstractmethod
@@ -149,48 +151,7 @@ class CheckedScoring(CheckedBatch):
     def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates: ...
 
 
-class CheckedMultiStep(CheckedBatch):
-    """A batch that implements `MultiStep`."""
-
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        """Take several greedy steps."""
-        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
-        return self._multi_step(target_ids, num_candidates, steps, stop_ids)
-
-    @abstractmethod
-    def _multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates: ...
-
-
-class CheckedVerifying(CheckedBatch):
-    """A batch that implements `Verifies`."""
-
-    can_verify: bool
-
-    def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read several tokens of the only row and return the candidates after each."""
-        lengths = self.lengths
-        if lengths.size != 1 or target_ids.ndim != 1:
-            raise InputError(f"target_ids is {target_ids.shape} for {lengths.size} rows, expected [tokens] of one row")
-        check_step(self._spec, lengths.repeat(target_ids.size), target_ids, num_candidates, target_ids.size)
-        return self._verify(target_ids, num_candidates)
-
-    def rewind(self, length: int) -> None:
-        """Remove the tokens of the only row from `length` on."""
-        if self.lengths.size != 1 or not 0 <= length <= self.lengths[0]:
-            raise InputError(
-                f"length is {length} for rows of {self.lengths.tolist()}, expected 0 up to that of one row"
-            )
-        self._rewind(length)
-
-    @abstractmethod
-    def _verify(self, target_ids: Ids, num_candidates: int) -> Candidates: ...
-
-    @abstractmethod
-    def _rewind(self, length: int) -> None: ...
-
-
-def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
-    """Raise `InputError` for the first wrong shape, length, padding or id of sources."""
+def _check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
     if source_ids.ndim != 2 or source_ids.dtype != np.int64 or source_ids.size == 0:
         raise InputError(f"source_ids is {source_ids.dtype} {source_ids.shape}, expected int64 [batch, source_len]")
     if source_mask.shape != source_ids.shape or source_mask.dtype != np.bool_:
@@ -210,8 +171,7 @@ def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
         )
 
 
-def check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
-    """Raise `InputError` for the first prompt with a wrong length or id."""
+def _check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
     if len(prompts) != sources:
         raise InputError(f"prompts are {len(prompts)}, expected one for each of {sources} sources")
     for prompt in prompts:
@@ -222,7 +182,7 @@ def check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
 
 
 def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int, steps: int = 1) -> None:
-    """Raise `InputError` for the first wrong shape, length, id or count of a step."""
+    """Raise `InputError` for the first invalid argument of a step."""
     if target_ids.shape != lengths.shape or lengths.size == 0:
         raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more")
     longest = max(lengths.tolist()) + steps  # faster than NumPy for the few rows of a batch
@@ -239,23 +199,7 @@ def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: i
         raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
 
 
-def check_rows(lengths: Ids, width: int, rows: Ids) -> None:
-    """Raise `InputError` if an order of rows is out of range or crosses sources."""
-    if rows.shape != lengths.shape or (rows // width).tobytes() != _owners(lengths.size, width):
-        raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
-
-
 # Cached because a batch keeps its size for many steps.
 @functools.lru_cache(16)
 def _owners(rows: int, width: int) -> bytes:
     return (np.arange(rows) // width).tobytes()
-
-
-def check_sources(num_sources: int, sources: Ids) -> None:
-    """Raise `InputError` if sources are out of range or repeated."""
-    if (
-        sources.ndim != 1
-        or np.unique(sources).size != sources.size
-        or (sources.size and not 0 <= sources.min() <= sources.max() < num_sources)
-    ):
-        raise InputError(f"sources is {sources.tolist()}, expected some of 0 … {num_sources - 1}, each once")

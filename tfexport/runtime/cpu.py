@@ -1,8 +1,10 @@
-"""Detect available CPU cores and instruction sets, and choose thread counts."""
+"""Detect CPU cores and instruction sets, and choose thread counts by the weights that a decode step reads."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,7 +12,6 @@ from typing import Literal, cast
 
 from tfexport._arguments import is_whole
 from tfexport.bundle.bundle import Bundle
-from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 
 _ROOT = Path("/")
@@ -19,32 +20,24 @@ MAX_THREADS = 1024
 # A decoder that reads fewer bytes of weights per step gets one thread: ONNX Runtime computes each of its small products
 # on one thread anyway, and the others would spin. docs/reference/generation.md has the measurements.
 ONE_THREAD_BELOW = 8 * 2**20
+# A step reads only one row of the embeddings and positions; the encoder computes the source's keys and values.
+_NOT_READ = re.compile(r"dec\.(embed\.|pos$|layers\.\d+\.cross\.[kv]\.)")
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class Threads:
-    """CPU threads of one call.
+    """CPU threads of one call."""
 
-    Attributes:
-        encoder: threads for encoding and aligning.
-        decoder: threads for the decoder's steps.
-    """
-
-    encoder: int
+    encoder: int  # also for aligning
     decoder: int
 
 
 def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
-    """Choose the threads for a bundle.
+    """Choose the threads for a bundle; return None if ONNX Runtime shall start one on each core that it finds.
 
-    Args:
-        threads: number for both graphs. "auto" gives the encoder all available cores, because its matrices are large
-            and its threads sleep between runs, and the decoder all cores or one. None lets ONNX Runtime start one
-            thread on each core that it finds.
-        bundle: the bundle to run.
-
-    Returns:
-        None if ONNX Runtime chooses.
+    "auto" gives the encoder all available cores, because its matrices are large and its threads sleep between runs, and
+    the decoder all cores or one.
     """
     if threads is None:
         return None
@@ -62,14 +55,47 @@ def _step_bytes(bundle: Bundle) -> int:
     return sum(files[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in files) if known is None else known
 
 
+def step_weight_bytes(bundle: Bundle) -> int | None:
+    """Return the bytes of weights that every decode step reads, for any batch size.
+
+    Returns None for a user's own module, because its weights have other names.
+    """
+    config = bundle.manifest.config
+    if config is None:
+        return None
+    sizes = _tensor_sizes(bundle.file(WEIGHTS))
+    read = sum(size for name, size in sizes.items() if name.startswith("dec.") and not _NOT_READ.match(name))
+    if not config.tie_output:
+        return read + sum(size for name, size in sizes.items() if name.startswith("out."))
+    table = "enc.embed.weight" if config.tie_embeddings else "dec.embed.weight"
+    tied = {name: size for name, size in sizes.items() if name == table or name.startswith(f"{table}.")}
+    # If quantized for throughput, there are two tables, and only the one with int8 columns is multiplied.
+    multiplied = {name: size for name, size in tied.items() if ".int8_columns." in name} or tied
+    return read + sum(multiplied.values()) + sizes.get("out.bias", 0)
+
+
+def _tensor_sizes(path: Path) -> dict[str, int]:
+    """Return the size of each tensor of a safetensors file; empty if it is damaged.
+
+    Parses the header itself, because a deployment machine has no safetensors library.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+        header.pop("__metadata__", None)
+        return {
+            name: int(end) - int(begin) for name, (begin, end) in ((n, t["data_offsets"]) for n, t in header.items())
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
 def available_cores(root: Path = _ROOT) -> int:
     """Count the cores that this process may use, within the limit of its container.
 
     Two hyperthreads of a core count once, because they share its arithmetic units. A quota (`docker --cpus`,
     `limits.cpu` of Kubernetes) is rounded down, because a process that exceeds it is paused, and waiting threads count.
-
-    Args:
-        root: root of the file system, for tests.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring
-from tfexport.runtime.registry import Graphs, LoadOptions
+from tfexport.runtime.registry import LoadOptions
 from tfexport.runtime.session import (
     Candidates,
     Floats,
@@ -30,9 +30,9 @@ from tfexport.runtime.session import (
     Limits,
     Mask,
     Prompts,
-    Session,
     close_up,
     given_candidates,
+    rows_of,
 )
 
 # Initial cache capacity in tokens; it doubles when full.
@@ -42,15 +42,7 @@ FIRST_CAPACITY = 32
 class EagerSession(CheckedAligner):
     """A model in PyTorch, on the device of its weights.
 
-    The session has no state besides the model, so threads may share it. The model is put into eval mode and must not be
-    changed while the session is open.
-
-    Attributes:
-        spec: sizes, limits and token ids.
-        backend: "eager".
-        accuracy: the precision of `spec`.
-        limits: those of the model.
-        has_alignment: whether alignment heads were given.
+    The model is put into eval mode and must not be changed while the session is open.
     """
 
     backend = "eager"
@@ -61,7 +53,7 @@ class EagerSession(CheckedAligner):
         """Create a session for a model.
 
         Args:
-            model: a `Transformer`, or a module with its methods; it is put into eval mode.
+            model: a `Transformer`, or a module with its methods.
             spec: None derives it from the configuration of a `Transformer`, in fp32.
             alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment.
         """
@@ -81,18 +73,14 @@ class EagerSession(CheckedAligner):
     @torch.inference_mode()
     def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         model = self.open_model()
-        device = next(model.parameters()).device
-        ids, mask = torch.tensor(source_ids, device=device), torch.tensor(source_mask, device=device)
-        hidden = model.hidden_states(ids, mask)
-        array: Floats = hidden.float().cpu().numpy()
-        return array
+        hidden: Floats = model.hidden_states(*_inputs(model, source_ids, source_mask)).float().cpu().numpy()
+        return hidden
 
     @torch.inference_mode()
     def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         model = self.open_model()
         assert self._alignment is not None
-        device = next(model.parameters()).device
-        inputs = (torch.tensor(array, device=device) for array in (source_ids, source_mask, target_ids))
+        inputs = _inputs(model, source_ids, source_mask, target_ids)
         weights: Floats = align(model, self._alignment, *inputs).cpu().numpy()
         return weights
 
@@ -156,7 +144,7 @@ class EagerBatch(CheckedScoring):
     @torch.inference_mode()
     def _remove(self, sources: Ids) -> None:
         kept = close_up(self.lengths.size // self.width, sources)
-        rows = (kept[:, None] * self.width + np.arange(self.width)).ravel()
+        rows = rows_of(kept, self.width)
         self.lengths = self.lengths[rows]
         self._past, self._cross = _take(self._past, self._tensor(rows)), _take(self._cross, self._tensor(kept))
         self._source_mask = self._source_mask.index_select(0, self._tensor(kept))
@@ -184,6 +172,11 @@ class EagerBatch(CheckedScoring):
 
     def _tensor(self, array: Ids | Mask) -> Tensor:
         return torch.tensor(array, device=self._device)
+
+
+def _inputs(model: nn.Module, *arrays: Ids | Mask) -> list[Tensor]:
+    device = next(model.parameters()).device
+    return [torch.tensor(array, device=device) for array in arrays]
 
 
 def _best(logits: Tensor, k: int) -> Tensor:
@@ -229,15 +222,10 @@ def _joined(cache: KeyValue, added: KeyValue, length: int) -> KeyValue:
 def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_ids: Ids | None = None) -> Floats:
     """Compute all positions at once, without a cache, as in training.
 
-    Args:
-        model: on the CPU, in eval mode.
-        source_ids: int64 [batch, source_len].
-        source_mask: bool [batch, source_len].
-        target_ids: int64 [batch, target_len]; None for an encoder-only model.
+    `model` is on the CPU, in eval mode; `target_ids` is None for an encoder-only model.
 
     Returns:
-        float32: logits [batch, target_len, vocab], or hidden states [batch, source_len, d_model] of an encoder-only
-        model.
+        Logits [batch, target_len, vocab], or hidden states [batch, source_len, d_model] of an encoder-only model.
     """
     inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids) if array is not None)
     outputs: Floats = model(*inputs).float().numpy()
@@ -250,11 +238,6 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> EagerSession:
         raise BackendError(f"eager: form {options.form} belongs to graphs; leave it out")
     manifest = bundle.manifest
     return EagerSession(load_eager_model(bundle), manifest.spec, alignment=manifest.alignment)
-
-
-def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-    """Yield nothing, because the eager model is the reference."""
-    return iter(())
 
 
 def load_eager_model(bundle: Bundle) -> Transformer:

@@ -32,23 +32,14 @@ ADD_MODEL = bytes.fromhex(
 TIMEOUT_S = 120
 _INT8 = """
 import json
-from tfexport.errors import BackendError
 from tfexport.runtime.ort.int8_products import describe_int8_products
 
-try:
-    print(json.dumps({"found": describe_int8_products()}))
-except BackendError as error:
-    print(json.dumps({"found": str(error)}))
+print(json.dumps(describe_int8_products()))
 """
 
 
 def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
-    """Test a library as a backend.
-
-    Returns:
-        For each device "" if it computes correctly, else the problem. If the process crashed, the reason under
-        the library's own device.
-    """
+    """Test a library as a backend; return the problem by device, "" if it computes correctly."""
     found = _run((_TRY, backend.trial, library.name, ADD_MODEL.hex()))
     if isinstance(found, str):
         return {library.device: found}
@@ -56,19 +47,15 @@ def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
 
 
 def find_gpus() -> tuple[list[dict[str, Any]], str]:
-    """Ask the driver for its GPUs.
-
-    Returns:
-        The fields of each GPU, and the reason if no GPU can be used.
-    """
+    """Return the fields of each GPU of the driver, and the reason if no GPU can be used."""
     found = _run((_GPUS,))
     return ([], found) if isinstance(found, str) else (found["gpus"], found["problem"])
 
 
 def describe_int8() -> str:
     """Describe how ONNX Runtime multiplies 8-bit integers on this CPU."""
-    found = _run((_INT8,))
-    return found if isinstance(found, str) else found["found"]
+    found: str = _run((_INT8,))
+    return found
 
 
 def _run(command: tuple[str, ...]) -> Any:

@@ -61,7 +61,6 @@ class Graphs:
 
     Attributes:
         paths: path of each graph by its name in the contract.
-        spec: sizes, limits, token ids and precision of the model.
         weights: type of the graphs' weights if narrower than the precision of `spec`.
         bundle: None while it is being exported.
         alignment: layer and heads of the alignment graph; None if there is no such graph.
@@ -96,23 +95,17 @@ class Home(Protocol):
         ...
 
     def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-        """Open every session that verification compares with the eager model, by name."""
+        """Open every session that verification compares with the eager model, by name; the eager model has none."""
         ...
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A library that a backend requires.
-
-    Attributes:
-        name: name of the library for users.
-        module: module that must be importable.
-        device: device that is reported as broken if a trial crashes.
-    """
+    """A library that a backend requires."""
 
     name: str
     module: str
-    device: Literal["cpu", "gpu"] = "cpu"
+    device: Literal["cpu", "gpu"] = "cpu"  # reported as broken if a trial crashes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +113,6 @@ class Backend:
     """Facts about a backend that are known before it is imported.
 
     Attributes:
-        name: name for users.
         title: name of the library in messages.
         home: module that implements `Home`.
         trial: module with `probe(library, model) -> {device: "" or the problem}`, which the doctor runs.

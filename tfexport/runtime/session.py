@@ -70,19 +70,12 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The maxima of a session.
+    """The maxima of a session."""
 
-    Attributes:
-        rows: rows of all sources of a batch together.
-        source_length: tokens of a source.
-        target_length: tokens of a target that the decoder reads.
-        candidates: candidates per row of a step.
-    """
-
-    rows: Limit = Limit()
+    rows: Limit = Limit()  # of all sources of a batch together
     source_length: Limit
-    target_length: Limit
-    candidates: Limit
+    target_length: Limit  # tokens that the decoder reads
+    candidates: Limit  # per row of a step
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Limits:
@@ -150,9 +143,6 @@ class Batch(Protocol):
     def reorder(self, rows: Ids) -> None:
         """Continue row rows[r] as row r, within the same source.
 
-        Args:
-            rows: int64 [rows].
-
         Raises:
             InputError: a row is out of range or of another source.
         """
@@ -175,13 +165,9 @@ class MultiStep(Protocol):
     """A batch that takes several greedy steps in one call, with little overhead."""
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        """Take greedy steps until a row's best token is one of `stop_ids`.
+        """Take 1 to `steps` greedy steps, until a row's best token is one of `stop_ids`.
 
-        Args:
-            target_ids: int64 [rows], as for `step`.
-            num_candidates: number of best next tokens per row and step.
-            steps: most steps to take, at least 1; the tokens found in the last step are not read.
-            stop_ids: tokens that end the call.
+        The tokens found in the last step are not read.
 
         Returns:
             The candidates of each step, with an additional first axis: [steps taken, rows, …].
@@ -197,27 +183,15 @@ class ScoresTokens(Protocol):
     """A batch that scores given next tokens without ranking the vocabulary."""
 
     def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row and score a given next token of each.
-
-        Args:
-            target_ids: int64 [rows], as for `step`.
-            next_ids: int64 [rows].
-
-        Returns:
-            `next_ids` as candidates, [rows, 1].
-        """
+        """Read one token of every row; return `next_ids`, int64 [rows], as candidates [rows, 1]."""
         ...
 
 
 @runtime_checkable
 class Verifies(Protocol):
-    """A batch that reads several tokens of its only row in one step and can undo them.
+    """A batch that reads several tokens of its only row in one step and can undo them."""
 
-    Attributes:
-        can_verify: whether the bundle was exported with `--speculation`.
-    """
-
-    can_verify: bool
+    can_verify: bool  # whether the bundle was exported with `--speculation`
 
     def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
         """Read several tokens of the only row and append them to the cache.
@@ -245,13 +219,9 @@ class Verifies(Protocol):
 
 @runtime_checkable
 class Aligns(Protocol):
-    """A session that aligns target tokens with source tokens.
+    """A session that aligns target tokens with source tokens."""
 
-    Attributes:
-        has_alignment: whether the bundle was exported with an alignment.
-    """
-
-    has_alignment: bool
+    has_alignment: bool  # whether the bundle was exported with an alignment
 
     def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         """Read whole targets and return the mean cross-attention of the alignment heads.
@@ -274,18 +244,11 @@ class Aligns(Protocol):
 
 
 class Session(Protocol):
-    """A model on a backend.
-
-    Attributes:
-        spec: sizes, limits and token ids.
-        backend: name of the backend in the registry.
-        accuracy: precision, or type of quantized weights; only fp32 reproduces the eager model token by token.
-        limits: the maxima of the session.
-    """
+    """A model on a backend."""
 
     spec: ModelSpec
-    backend: str
-    accuracy: Accuracy
+    backend: str  # name in the registry
+    accuracy: Accuracy  # only fp32 reproduces the eager model token by token
     limits: Limits
 
     def batch(self, width: int = 1) -> Batch:
@@ -328,16 +291,9 @@ def in_order_of_id(candidates: Candidates) -> Candidates:
 
 
 def close_up(num_sources: int, removed: Ids) -> Ids:
-    """Return the sources that remain after a removal, in their new places.
+    """Return the old place of each source that remains after a removal, int64 [remaining sources].
 
     The last sources, in order, fill the free places.
-
-    Args:
-        num_sources: number of sources before the removal.
-        removed: int64, each once.
-
-    Returns:
-        For each new place the old one, int64 [remaining sources].
     """
     stays = np.ones(num_sources, np.bool_)
     stays[removed] = False

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tfexport.decode.alternatives import alternatives
-from tfexport.decode.pieces import Pieces
+from tfexport.decode.offline import alternatives
 from tfexport.decode.request import Request, Status
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import Pieces
 from tfexport.errors import Cancelled, DeadlineExceeded, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
-_ids = itertools.count()
 
 
 class Generation(Generic[Item, Answer]):
@@ -33,16 +31,15 @@ class Generation(Generic[Item, Answer]):
         status: RUNNING after it left the queue, DONE after it ended. CANCELLED makes the thread drop it before the
             next step.
         priority: seconds that are added to its age in the queue.
-        deadline: time by which it must be answered; inf for no deadline.
         answers: converts hypotheses to answers, on any thread.
-        alarm: timer that ends it at its deadline.
+        width: number of rows of each part.
+        num_sources: number of times the source is encoded, including to find alternatives.
+        num_rows: number of slots it needs.
         parts: one decoder request per sample or alternative.
         found: hypotheses of each finished part, by sample number.
         joined: time when it left the queue; NaN before that.
         began: time of its first token; NaN before that.
     """
-
-    served: Any
 
     def __init__(
         self,
@@ -61,36 +58,17 @@ class Generation(Generic[Item, Answer]):
         A stream yields text that `pieces` converts from token ids, or the ids without `pieces`. `buffer` limits the
         unread items. `leave` removes the generation from its engine.
         """
-        self.id, self.status = next(_ids), Status.WAITING
+        config, self.status = request.config, Status.WAITING
+        self.width, self.source_length = config.num_beams, len(request.source_ids)
+        self.num_sources, self.num_rows = num_parts(config) + config.return_alternatives, num_rows(config)
         self.request, self.arrived, self.priority, self.deadline = request, arrived, priority, deadline
         self.answers, self._pieces, self._buffer, self._leave = answers, pieces, buffer, leave
-        self.alarm: asyncio.TimerHandle | None = None
         self.parts: list[Request] = []
         self.found: dict[int, list[Hypothesis]] = {}
         self.joined = self.began = math.nan
         self._unread: deque[Item] = deque()
         self._outcome: list[Answer] | TfexportError | None = None
         self._changed = asyncio.Event()
-
-    @property
-    def width(self) -> int:
-        """Number of rows of each part."""
-        return self.request.config.num_beams
-
-    @property
-    def num_sources(self) -> int:
-        """Number of times the source is encoded, including to find alternatives."""
-        return num_parts(self.request.config) + self.request.config.return_alternatives
-
-    @property
-    def num_rows(self) -> int:
-        """Number of slots it needs."""
-        return num_rows(self.request.config)
-
-    @property
-    def source_length(self) -> int:
-        """Number of source tokens."""
-        return len(self.request.source_ids)
 
     @property
     def is_done(self) -> bool:
@@ -108,10 +86,7 @@ class Generation(Generic[Item, Answer]):
             self._leave(self, Cancelled("the request was cancelled"))
 
     def __await__(self) -> Generator[None, None, list[Answer]]:
-        """Wait for the answers, best first.
-
-        If the waiting task is cancelled, the request is cancelled too.
-        """
+        """Wait for the answers, best first; cancel the request if the waiting task is cancelled."""
         return self._wait().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Item]:
@@ -123,10 +98,7 @@ class Generation(Generic[Item, Answer]):
             self.cancel()
 
     async def together(self) -> AsyncIterator[list[Item]]:
-        """Yield lists of all unread stream items.
-
-        The request is cancelled if the reader stops early.
-        """
+        """Yield lists of all unread stream items; cancel the request if the reader stops early."""
         try:
             while await self._has_more():
                 items = list(self._unread)
@@ -138,7 +110,6 @@ class Generation(Generic[Item, Answer]):
     # ---- called on the engine's thread
 
     def late(self) -> DeadlineExceeded:
-        """Return the error for a missed deadline."""
         when = "before it began" if math.isnan(self.joined) else "while it was decoded"
         allowed = self.deadline - self.arrived
         return DeadlineExceeded(f"the {allowed:.3g} s of the request were over {when}; allow more, or come again later")
@@ -175,7 +146,6 @@ class Generation(Generic[Item, Answer]):
             self._buffer += len(self._unread)
 
     def receive(self, token_ids: Sequence[int]) -> None:
-        """Append new tokens to the stream."""
         push = self._pieces.push if self._pieces else None
         self._unread.extend(filter(None, map(push, token_ids)) if push else token_ids)  # type: ignore[arg-type]
         self._changed.set()
@@ -195,20 +165,22 @@ class Generation(Generic[Item, Answer]):
                 raise self._outcome
             if self.is_done:
                 return False
-            self._changed.clear()
-            await self._changed.wait()
+            await self._change()
         return True
 
     async def _wait(self) -> list[Answer]:
         try:
             while self._outcome is None:
-                self._changed.clear()
-                await self._changed.wait()
+                await self._change()
         finally:
             self.cancel()
         if isinstance(self._outcome, TfexportError):
             raise self._outcome
         return self._outcome
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
 
 class Event(NamedTuple):

@@ -1,8 +1,9 @@
-"""Queue requests, and choose which ones join the running batches."""
+"""Queue requests, choose which ones join the running batches, and decode them on a thread."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import sys
 import threading
@@ -14,12 +15,15 @@ from typing import Any
 
 from tfexport.decode.loop import JOIN_SHARE, Loop, Update
 from tfexport.decode.request import Request, Status
-from tfexport.errors import BackendError, InputError, QueueFull, ServingError, TfexportError
+from tfexport.errors import BackendError, EngineFailed, InputError, QueueFull, ServingError, TfexportError
 from tfexport.runtime.session import Session
 from tfexport.serve._generation import Event, Generation
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.observer import Observer
 
+logger = logging.getLogger(__name__)
+# An idle thread reports that it is alive at least this often.
+IDLE_S = 0.5
 # Several steps run in one call for at most this time, because arriving requests have to wait for the call.
 TOGETHER_S = 0.005
 # Weight of the newest step in the moving average of step times.
@@ -39,7 +43,7 @@ class WaitingQueue:
     """
 
     def __init__(self, max_jobs: int, max_tokens: int) -> None:
-        """Create an empty queue; `max_tokens` does not apply to a single job."""
+        # `max_tokens` does not apply to a single job.
         self._max_jobs, self._max_tokens = max_jobs, max_tokens
         self._jobs: list[Job] = []
         self.num_rows = self._num_tokens = 0
@@ -49,11 +53,6 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed is not None
 
     def put(self, job: Job) -> None:
         """Add a job; raise `QueueFull`, or the reason of `close`."""
@@ -73,12 +72,11 @@ class WaitingQueue:
             self._changed.notify()
 
     def check_open(self) -> None:
-        """Raise the reason of `close` if the queue is closed."""
         if self._closed:
             raise copy.copy(self._closed)  # raising the same error repeatedly would extend its traceback
 
     def cancel(self, job: Job) -> bool:
-        """Mark a job as cancelled and remove it; return whether it was waiting."""
+        """Cancel a job; return whether it was waiting."""
         with self._changed:  # `take` sets the status too
             job.status = Status.CANCELLED
             return self._take_out(job)
@@ -101,11 +99,12 @@ class WaitingQueue:
                 self._take_out(job)
             return late
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a job, for `close`, or for the timeout."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a job, for `close`, or for the timeout; return whether there are or may be jobs."""
         with self._changed:
             if not self._jobs and not self._closed:
                 self._changed.wait(timeout_s)
+            return bool(self._jobs) or self._closed is None
 
     def close(self, reason: ServingError) -> None:
         """Refuse new jobs with this error; waiting jobs remain."""
@@ -152,14 +151,13 @@ class Scheduler:
         self._loop = Loop(session, self.slots)
         self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
         self._entering: deque[Request] = deque()  # running parts that are not encoded yet
-        self._beginning: dict[int, Job] = {}  # jobs that get their first token in the next step
+        self._beginning: set[Job] = set()  # jobs that get their first token in the next step
         self._held_at: int | None = None  # number of steps when free slots began to wait for company
         self._step_s = TOGETHER_S
         self._is_held = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether any job is waiting or running."""
         return bool(self._running or len(self._waiting))
 
     def step(self) -> list[Event]:
@@ -178,7 +176,7 @@ class Scheduler:
         return events
 
     def _leave(self, now: float) -> list[Event]:
-        running = {job.id: job for job, _ in self._running.values()}.values()
+        running = dict.fromkeys(job for job, _ in self._running.values())
         gone = [job for job in running if job.status is Status.CANCELLED or job.deadline <= now]
         if gone:
             self._forget(gone)
@@ -249,7 +247,7 @@ class Scheduler:
             part = self._entering.popleft()
             job, _ = self._running[part.id]
             if math.isnan(job.began):
-                self._beginning[job.id] = job
+                self._beginning.add(job)
             parts.append(part)
         return parts
 
@@ -260,7 +258,7 @@ class Scheduler:
         if taken := self._loop.num_steps - before:
             self._step_s += NEWEST * ((end - start) / taken - self._step_s)
             self._observer.stepped(end - start, taken, rows)
-        for job in self._beginning.values():
+        for job in self._beginning:
             job.began = end
             self._observer.began(end - job.arrived)
         self._beginning.clear()
@@ -291,3 +289,73 @@ class Scheduler:
 
     def _count_rows(self) -> int:
         return sum(job.width for job, _ in self._running.values())
+
+
+class Worker:
+    """Decode queued requests on a thread until the queue is closed.
+
+    Attributes:
+        failure: the exception that ended the thread; None if it has not failed.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: ServingConfig,
+        observer: Observer,
+        publish: Callable[[list[Event]], None],
+        fail: Callable[[EngineFailed], None],
+    ) -> None:
+        """Start the thread, which calls `publish`, `fail` and `observer`. The caller closes `session`."""
+        self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
+        self.failure: BaseException | None = None
+        self._scheduler = Scheduler(session, self.waiting, config, observer)
+        self._publish, self._fail = publish, fail
+        self._idle_s = min(IDLE_S, config.stall_s / 2)
+        self._is_aborted = False
+        self._alive_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="tfexport-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def slots(self) -> int:
+        return self._scheduler.slots
+
+    @property
+    def num_rows(self) -> int:
+        return self._scheduler.num_rows if self._thread.is_alive() else 0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the thread last made progress; 0 after it ended."""
+        return time.monotonic() - self._alive_at if self._thread.is_alive() else 0.0
+
+    def abort(self, reason: ServingError) -> None:
+        """Close the queue and stop before the next step, without further events."""
+        self._is_aborted = True
+        self.waiting.close(reason)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread to end; return whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _step(self) -> None:
+        # A separate method, because local variables of `_run` would keep the last generations and their engine alive.
+        if events := self._scheduler.step():
+            self._publish(events)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_aborted:
+                self._alive_at = time.monotonic()
+                if self._scheduler.is_busy:
+                    self._step()
+                elif not self.waiting.wait(self._idle_s):
+                    return
+        except BaseException as error:  # callers must receive an error in any case
+            logger.exception("the engine's thread has failed")
+            self.failure = error
+            failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; start it anew")
+            self.waiting.close(failed)
+            self._fail(failed)

@@ -42,6 +42,13 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     media_types: ClassVar[tuple[str, ...]] = (JSON,)
 
+    def _is_given(self, name: str) -> bool:
+        return name in self.model_fields_set
+
+    def _check_one_of(self, one: str, other: str) -> None:
+        if self._is_given(one) == self._is_given(other):
+            raise ValueError(f"expected {one} or {other}, one of them")
+
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
         """Parse a body; raise `InvalidRequestError` with all problems.
@@ -118,7 +125,6 @@ class Request(Body):
     timeout: float = Field(default=0.0, gt=0, description="The same in microseconds, for clients of Triton.")
 
     def given(self) -> dict[str, Any]:
-        """Return the options that the request sets."""
         return self.model_dump(include=self.model_fields_set)
 
 
@@ -138,14 +144,12 @@ class Sourced(Body):
 
     @validator(mode="after")
     def _check_source(self) -> Self:
-        if ("text_input" in self.model_fields_set) == ("input_ids" in self.model_fields_set):
-            raise ValueError("expected text_input or input_ids, one of them")
+        self._check_one_of("text_input", "input_ids")
         return self
 
     @property
     def source(self) -> Source:
-        """Source text or token ids."""
-        return self.text_input if "text_input" in self.model_fields_set else self.input_ids
+        return self.text_input if self._is_given("text_input") else self.input_ids
 
 
 class GenerateRequest(Sourced):
@@ -163,16 +167,14 @@ class AlignRequest(Sourced):
 
     @validator(mode="after")
     def _check_target(self) -> Self:
-        if ("target_text" in self.model_fields_set) == ("target_ids" in self.model_fields_set):
-            raise ValueError("expected target_text or target_ids, one of them")
-        if "input_ids" in self.model_fields_set and "target_text" in self.model_fields_set:
+        self._check_one_of("target_text", "target_ids")
+        if self._is_given("input_ids") and self._is_given("target_text"):
             raise ValueError("input_ids is given with target_text, expected with target_ids")
         return self
 
     @property
     def target(self) -> Source:
-        """Target text or token ids."""
-        return self.target_text if "target_text" in self.model_fields_set else self.target_ids
+        return self.target_text if self._is_given("target_text") else self.target_ids
 
 
 class TokensRequest(Sourced):
@@ -212,7 +214,7 @@ class Input(Body):
 
     @validator(mode="after")
     def _check_data(self) -> Self:
-        if ("data" in self.model_fields_set) == (self.parameters.binary_data_size is not None):
+        if self._is_given("data") == (self.parameters.binary_data_size is not None):
             raise ValueError("expected data or binary_data_size, one of them")
         return self
 
@@ -304,12 +306,10 @@ class InferRequest(Body):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Input tensors by name."""
         return self._tensors
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
-        """Parse JSON and the binary tensors that follow it."""
         length = len(raw) if json_length is None else json_length
         found = super().parse(raw[:length], media_type, None)
         binary = memoryview(raw)[length:]
@@ -386,15 +386,12 @@ class TranslateRequest(Body):
 
 
 class Generated(BaseModel):
-    """Results of one source.
-
-    If num_return_sequences is above 1, each field is a list, best first.
-    """
+    """Results of one source: lists, best first, if num_return_sequences is above 1; no text for token ids."""
 
     id: str | None = None
     model_name: str
     model_version: str
-    text_output: str | list[str]
+    text_output: str | list[str] | None = None
     output_ids: list[int] | list[list[int]]
     scores: float | list[float]
     finish_reason: str | list[str]

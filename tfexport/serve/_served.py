@@ -1,36 +1,63 @@
-"""Manage a loaded model and the threads that decode and align with it."""
+"""Serve one loaded model: its threads, and the requests that it has accepted and not answered."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import copy
+import logging
 import math
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tfexport.decode.offline import decode
-from tfexport.errors import InputError, ParityError, QueueFull, ServingError
+from tfexport.decode.result import Hypothesis
+from tfexport.errors import (
+    BackendError,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    InputError,
+    ParityError,
+    QueueFull,
+    ServingError,
+    TfexportError,
+)
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
-from tfexport.serve._worker import Worker
+from tfexport.serve._generation import Event, Generation
+from tfexport.serve._scheduler import Worker
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.observer import Observer, Outcome
 from tfexport.text.compare import check_texts
 
+logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 # Maximum number of waiting alignments.
 MAX_WAITING = 8
 # Number of recorded texts that are checked before serving; `tfexport verify` checks all.
 NUM_RECORDED = 8
 WARM_UP_TOKENS = 4
+_OUTCOMES: dict[type[BaseException], Outcome] = {
+    QueueFull: "queue_full",
+    Draining: "draining",
+    DeadlineExceeded: "deadline",
+    Cancelled: "cancelled",
+    asyncio.CancelledError: "cancelled",
+    InputError: "invalid",
+    ConfigError: "invalid",
+}
 
 
 class Alignments:
-    """Compute alignments one at a time on a thread.
+    """Compute alignments one at a time on a thread, concurrently with the batches.
 
-    They run concurrently with the batches. The object is used on one event loop only.
+    It is used on one event loop only.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -39,7 +66,6 @@ class Alignments:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no alignment is waiting or running."""
         return not self._open
 
     def check_room(self, most: int) -> None:
@@ -87,38 +113,158 @@ class Alignments:
             self._loop.call_soon_threadsafe(lambda: None if found.done() else settle(result))
 
 
-@dataclass(eq=False)
 class Served:
-    """A model with its threads.
+    """A model, its threads, and its open requests. It is used on one event loop only."""
 
-    Attributes:
-        is_answered: whether all accepted requests were answered.
-    """
+    def __init__(
+        self, model: Model, loop: asyncio.AbstractEventLoop, config: ServingConfig, observer: Observer
+    ) -> None:
+        self.model, self.alignments = model, Alignments(loop)
+        self.worker = Worker(
+            model.session, config, observer, _on_loop(loop, self._deliver), _on_loop(loop, self._end_all)
+        )
+        self._config, self._observer = config, observer
+        self._open: dict[Generation[Any, Any], asyncio.TimerHandle | None] = {}  # with its timer for the deadline
+        self._is_answered = True
+        # Open requests hold this object through `end`, so that the thread goes on until they are answered.
+        weakref.finalize(self, self.worker.abort, Draining("the engine is gone")).atexit = False
 
-    model: Model
-    worker: Worker
-    alignments: Alignments
-    is_answered: bool = True
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
-    async def finish(self, reason: ServingError, timeout_s: float | None, hang_s: float) -> bool:
-        """Refuse new requests with `reason`; return whether all accepted ones are done.
+    def begin(self, generation: Generation[Any, Any]) -> None:
+        """Accept a generation, and start its deadline timer."""
+        self.worker.waiting.put(generation)
+        self._open[generation] = None
+        if generation.deadline < math.inf:  # the thread checks it too, but only between steps
+            left_s = generation.deadline - time.monotonic()
+            self._open[generation] = asyncio.get_running_loop().call_later(left_s, self._end_late, generation)
+        with self._own_errors(generation):
+            generation.begin()
 
-        Stop waiting after `timeout_s`, or after `hang_s` without progress of the thread.
+    def end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
+        """End a generation with an error."""
+        self._close(generation)
+        self.worker.waiting.cancel(generation)
+        generation.finish(reason)
+        outcome = "slow_reader" if generation.is_behind else outcome_of(reason)
+        self._observer.ended(outcome, "", time.monotonic() - generation.arrived, 0, None)
+
+    async def stop(self, reason: ServingError, timeout_s: float | None) -> bool:
+        """Refuse new requests, finish the accepted ones, close the model; return whether all were answered.
+
+        Requests that are open after `timeout_s`, or after `hang_s` without progress, raise `reason`.
         """
+        if not await self._finish(reason, timeout_s):
+            self._is_answered &= self.alignments.is_idle
+            self.worker.abort(reason)
+            self._end_all(reason)
+        self.alignments.close(reason)
+        if await asyncio.to_thread(self.worker.join, self._config.stall_s):
+            self.model.close()
+        else:  # the hanging thread still uses its model
+            logger.warning("the thread of a model hangs and is left behind; its memory is free when it goes on")
+        return self._is_answered
+
+    async def _finish(self, reason: ServingError, timeout_s: float | None) -> bool:
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self.worker.waiting.close(reason)
         wait_s = 0.0
         while not await asyncio.to_thread(self.worker.join, wait_s):
-            wait_s = min(end - time.monotonic(), hang_s - self.worker.silent_s)
+            wait_s = min(end - time.monotonic(), self._config.hang_s - self.worker.silent_s)
             if wait_s <= 0:
                 return False
-        return await self.alignments.join(end, hang_s)
+        return await self.alignments.join(end, self._config.hang_s)
 
-    def abort(self, reason: ServingError) -> None:
-        """Stop decoding and aligning without further events."""
-        self.is_answered &= self.alignments.is_idle
-        self.worker.abort(reason)
-        self.alignments.close(reason)
+    def _deliver(self, events: list[Event]) -> None:
+        for generation, token_ids, outcome in events:
+            if generation in self._open:  # otherwise it has already ended
+                with self._own_errors(generation):
+                    if token_ids:
+                        generation.receive(token_ids)
+                    self._take(generation, outcome)
+
+    def _take(self, generation: Generation[Any, Any], outcome: list[Hypothesis] | TfexportError | None) -> None:
+        if isinstance(outcome, TfexportError):
+            self.end(generation, outcome)
+        elif outcome is not None and generation.request.config.replace_unknowns:
+            compute = partial(_answers, generation, outcome)
+            self.alignments.submit(compute).add_done_callback(partial(self._take_aligned, generation, outcome))
+        elif outcome is not None:
+            self._answer(generation, outcome, generation.answers(outcome))
+        elif generation.is_behind:
+            self.end(generation, Cancelled("the stream was read too slowly; read it as it comes"))
+
+    def _take_aligned(
+        self, generation: Generation[Any, Any], hypotheses: list[Hypothesis], answers: asyncio.Future[list[Any]]
+    ) -> None:
+        error = answers.exception()
+        if generation not in self._open:
+            return
+        if isinstance(error, TfexportError):
+            self.end(generation, error)
+            return
+        with self._own_errors(generation):
+            self._answer(generation, hypotheses, answers.result())
+
+    def _answer(self, generation: Generation[Any, Any], hypotheses: list[Hypothesis], answers: list[Any]) -> None:
+        generation.finish(answers)
+        self._close(generation)
+        now, prefix_len = time.monotonic(), len(generation.request.prompt) - 1 - generation.request.num_forced
+        lengths = [len(one.token_ids) - prefix_len for one in hypotheses]
+        per_token_s = (now - generation.began) / (lengths[0] - 1) if lengths[0] > 1 else None
+        reason = hypotheses[0].finish_reason
+        self._observer.ended("ok", reason, now - generation.arrived, sum(lengths), per_token_s)
+
+    def _end_late(self, generation: Generation[Any, Any]) -> None:
+        if generation in self._open:
+            self.end(generation, generation.late())
+
+    def _end_all(self, reason: TfexportError) -> None:
+        for generation in tuple(self._open):
+            self._is_answered = False
+            self.end(generation, copy.copy(reason))
+
+    def _close(self, generation: Generation[Any, Any]) -> None:
+        if timer := self._open.pop(generation):
+            timer.cancel()
+
+    @contextlib.contextmanager
+    def _own_errors(self, generation: Generation[Any, Any]) -> Iterator[None]:
+        """End only this generation if its answer cannot be built."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("an answer could not be put into words")
+            self.end(generation, BackendError(f"the answer could not be put into words: {error!r}"))
+
+
+def _answers(generation: Generation[Any, Any], hypotheses: list[Hypothesis]) -> list[Any]:
+    return [] if generation.is_done else generation.answers(hypotheses)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Return the outcome of a request that fails with this error."""
+    return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), "error")
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that schedules a method on an event loop from any thread.
+
+    It does nothing if the loop is closed or the method's object was deleted.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        if (found := weak()) is not None:
+            found(argument)
+
+    def post(argument: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(call, argument)
+
+    return post
 
 
 def prepare(model: Model, slots: int) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from tfexport.decode.align import Alignment
-from tfexport.decode.pieces import Pieces
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import Pieces
 from tfexport.errors import (
     DeadlineExceeded,
     Draining,
@@ -33,13 +30,10 @@ from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.model.result import Result, result_of
 from tfexport.serve._generation import Generation, num_rows
-from tfexport.serve._in_flight import InFlight, on_loop
-from tfexport.serve._served import MAX_WAITING, Alignments, Served, prepare
-from tfexport.serve._worker import Worker
+from tfexport.serve._served import MAX_WAITING, Served, outcome_of, prepare
 from tfexport.serve.config import MAX_S, ServingConfig
 from tfexport.serve.observer import Observer, guarded
 
-logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "draining", "failed", "stopped"]
 
 
@@ -72,7 +66,6 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._served: Served | None = None
         self._state: State = "starting"
-        self._in_flight = InFlight(self._observer)
         self._retiring: list[Served] = []
         self._replacing = asyncio.Lock()
 
@@ -102,12 +95,12 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Number of requests that have not joined a batch."""
-        return sum(len(worker.waiting) for worker in self._workers)
+        return sum(len(served.worker.waiting) for served in self._all_served)
 
     @property
     def num_running(self) -> int:
         """Number of requests that are being decoded."""
-        return len(self._in_flight) - self.num_waiting
+        return sum(served.num_open for served in self._all_served) - self.num_waiting
 
     @property
     def slots(self) -> int:
@@ -117,7 +110,7 @@ class Engine:
     @property
     def num_slots_used(self) -> int:
         """Number of rows that are being decoded."""
-        return sum(worker.num_rows for worker in self._workers)
+        return sum(served.worker.num_rows for served in self._all_served)
 
     async def start(self) -> Self:
         """Load the bundle, warm it up, check its recorded texts, and accept requests.
@@ -128,11 +121,7 @@ class Engine:
         if self._loop or self.state != "starting":
             raise EngineFailed("an engine is started once; make another one")
         self._loop = asyncio.get_running_loop()
-        model = await self._open(self._bundle)
-        if self._state != "starting":
-            model.close()
-            raise Draining("the engine was drained before it was ready")
-        self._served = self._serve(model)
+        self._served = await self._load(self._bundle, "starting", "the engine was drained before it was ready")
         self._state = "ready"
         return self
 
@@ -150,17 +139,11 @@ class Engine:
         """
         self._check_loop()
         async with self._replacing:
-            old = self._current
-            self._check_replaceable()
-            model = await self._open(bundle or self._bundle)
-            try:
-                self._check_replaceable()
-            except TfexportError:
-                model.close()
-                raise
-            self._served, self._bundle = self._serve(model), bundle or self._bundle
+            old, path = self._current, bundle or self._bundle
+            self._served = await self._load(path, "ready", "the engine is about to stop and takes no other bundle")
+            self._bundle = path
             self._retiring.append(old)
-            await self._stop(old, Draining("the bundle was replaced"), None)
+            await old.stop(Draining("the bundle was replaced"), None)
             self._retiring.remove(old)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
@@ -179,31 +162,14 @@ class Engine:
         self._state = "draining"
         reason = Draining("the engine is about to stop; ask another one")
         self._served.worker.waiting.close(reason)  # before the first await, so that no request is accepted meanwhile
-        stops = (self._stop(served, reason, timeout_s) for served in (*self._retiring, self._served))
-        are_answered = all(await asyncio.gather(*stops))
+        are_answered = all(await asyncio.gather(*(served.stop(reason, timeout_s) for served in self._all_served)))
         self._state = "stopped"
         return are_answered
-
-    async def _stop(self, served: Served, reason: Draining, timeout_s: float | None) -> bool:
-        """Finish what a model has accepted, end the rest with `reason`, and close it."""
-        has_ended = await served.finish(reason, timeout_s, self.config.hang_s)
-        if not has_ended:
-            served.abort(reason)
-            self._in_flight.end_all(served, reason)
-            has_ended = await asyncio.to_thread(served.worker.join, self.config.stall_s)
-        served.alignments.close(reason)
-        if has_ended:
-            served.model.close()
-        else:  # the hanging thread still uses its model
-            logger.warning("the thread of a model hangs and is left behind; its memory is free when it goes on")
-        return served.is_answered
 
     async def __aenter__(self) -> Self:
         return await self.start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.drain()
 
     def submit(
@@ -235,7 +201,7 @@ class Engine:
             Draining: the engine is stopping.
             EngineFailed: the engine has failed.
         """
-        with self._in_flight.refusals():
+        with self._refusals():
             model = self.model
             if model.tokenizer is None:
                 raise InputError("this bundle has no tokenizer; ask with token ids")
@@ -270,7 +236,7 @@ class Engine:
 
         The other arguments and the errors are those of `submit`. `prefix` excludes the start token. Streams yield ids.
         """
-        with self._in_flight.refusals():
+        with self._refusals():
             decoding = self.model.decoding(config, **options)
             return self._begin(source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
 
@@ -307,7 +273,7 @@ class Engine:
             TfexportError: see `submit`.
         """
         start = time.monotonic()
-        with self._in_flight.refusals():
+        with self._refusals():
             self._check_loop()
             raise_all(InputError, "request", _time_problems(timeout_s))
             served, most_s = self._current, self._allowed_s(timeout_s)
@@ -324,8 +290,18 @@ class Engine:
         return found
 
     @property
-    def _workers(self) -> list[Worker]:
-        return [served.worker for served in (*self._retiring, self._served) if served]
+    def _all_served(self) -> list[Served]:
+        return [served for served in (*self._retiring, self._served) if served]
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Report requests that are refused, or cancelled by the waiting task."""
+        start = time.monotonic()
+        try:
+            yield
+        except (TfexportError, asyncio.CancelledError) as error:
+            self._observer.ended(outcome_of(error), "", time.monotonic() - start, 0, None)
+            raise
 
     def _check_loop(self) -> None:
         # A caller on another event loop would never be woken.
@@ -335,18 +311,16 @@ class Engine:
         if self._loop and loop is not self._loop:
             raise EngineFailed("the engine belongs to the event loop that it was started on; ask it from there")
 
-    def _check_replaceable(self) -> None:
-        if self._state != "ready":
-            raise Draining("the engine is about to stop and takes no other bundle")
-
     @property
     def _current(self) -> Served:
         if self._served is None:
             raise EngineFailed("the engine was not started; use async with, or await start()")
         return self._served
 
-    async def _open(self, bundle: str | PathLike[str]) -> Model:
-        def opened() -> Model:
+    async def _load(self, bundle: str | PathLike[str], state: State, refusal: str) -> Served:
+        """Load and serve a bundle; raise `Draining` if the engine is not in `state` before or after."""
+
+        def load_model() -> Model:
             model = load(bundle, **self._options)
             try:
                 prepare(model, self.config.slots)
@@ -355,14 +329,12 @@ class Engine:
                 raise
             return model
 
-        return await asyncio.to_thread(opened)
-
-    def _serve(self, model: Model) -> Served:
-        assert self._loop
-        deliver, fail = on_loop(self._loop, self._in_flight.deliver), on_loop(self._loop, self._fail)
-        worker = Worker(model.session, self.config, self._observer, deliver, fail)
-        weakref.finalize(self, worker.abort, Draining("the engine is gone")).atexit = False
-        return Served(model, worker, Alignments(self._loop))
+        if self._state == state:
+            model = await asyncio.to_thread(load_model)
+            if self._state == state:
+                return Served(model, asyncio.get_running_loop(), self.config, self._observer)
+            model.close()
+        raise Draining(refusal)
 
     def _check_copies(self, stream: bool) -> None:
         if stream:
@@ -390,10 +362,10 @@ class Engine:
         now, buffer = time.monotonic(), self.config.stream_buffer
         deadline = now + self._allowed_s(timeout_s)
         generation: Generation[Any, Any] = Generation(
-            request, now, priority, deadline, answers=answers, pieces=pieces, buffer=buffer, leave=self._end
+            request, now, priority, deadline, answers=answers, pieces=pieces, buffer=buffer, leave=self._current.end
         )
         self._check_loop()
-        self._in_flight.begin(generation, self._current)
+        self._current.begin(generation)
         return generation
 
     def _problems(self, decoding: DecodeConfig, stream: object, priority: object, timeout_s: float | None) -> list[str]:
@@ -417,15 +389,6 @@ class Engine:
     def _allowed_s(self, timeout_s: float | None) -> float:
         """Return the time limit in seconds; inf for no limit."""
         return min((limit for limit in (timeout_s, self.config.timeout_s) if limit is not None), default=math.inf)
-
-    def _end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
-        # Generations hold this bound method, so that the engine lives as long as they do.
-        self._in_flight.end(generation, reason)
-
-    def _fail(self, failed: EngineFailed) -> None:
-        for served in (*self._retiring, self._current):
-            if served.worker.failure is not None:
-                self._in_flight.end_all(served, failed)
 
 
 def _time_problems(timeout_s: object) -> list[str]:

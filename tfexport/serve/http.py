@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -45,11 +45,12 @@ CLIENT_GONE = 499
 # Header with the length in bytes of the JSON before the binary tensors.
 JSON_LENGTH = "Inference-Header-Content-Length"
 OPENAI = ("/v1/completions", "/v1/models")
-_STATUS: dict[type[TfexportError], int] = {
+_STATUS: dict[type[Exception], int] = {
     ConfigError: 400,
     InputError: 400,
     QueueFull: 429,
     Cancelled: CLIENT_GONE,
+    ClientDisconnect: CLIENT_GONE,
     Draining: 503,
     DeadlineExceeded: 504,
 }
@@ -206,44 +207,30 @@ def message_of(error: Exception) -> str:
     return bounded(error.detail if isinstance(error, HTTPException) else str(error))
 
 
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _answer(request, error.status_code, message_of(error), error.headers)
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
-    headers = {}
-    if status == 500:
-        logger.error("%s: %s", request.scope["path"], error)
-    if isinstance(error, QueueFull):
-        headers["Retry-After"] = str(error.retry_after_s)
+    message, headers = message_of(error), None
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, error.headers
+    elif isinstance(error, QueueFull):
+        headers = {"Retry-After": str(error.retry_after_s)}
     elif status == 503:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    return _answer(request, status, message_of(error), headers)
-
-
-async def _on_disconnect(request: Request, _error: Exception) -> Response:
-    return _answer(request, CLIENT_GONE, "the client has gone")
-
-
-async def _on_surprise(request: Request, _error: Exception) -> Response:
-    return _answer(request, 500, "the server has failed; its log says how")
-
-
-def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+    elif isinstance(error, ClientDisconnect):
+        message = "the client has gone"
+    elif not isinstance(error, TfexportError):
+        message = "the server has failed; its log says how"
+    elif status == 500:
+        logger.error("%s: %s", request.scope["path"], error)
     is_openai = request.scope["path"].endswith(OPENAI)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "code": status} if is_openai else message
-    return JSONResponse({"error": error}, status, headers)
+    answer = {"message": message, "type": kind, "code": status} if is_openai else message
+    return JSONResponse({"error": answer}, status, headers)
 
 
-HANDLERS: dict[int | type[Exception], Any] = {
-    HTTPException: _on_refusal,
-    TfexportError: _on_error,
-    ClientDisconnect: _on_disconnect,
-    Exception: _on_surprise,
-}
+HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
+    (HTTPException, TfexportError, ClientDisconnect, Exception), _on_error
+)
 
 
 # ---- clients
@@ -269,6 +256,12 @@ async def while_connected(receive: Receive, *asked: Asked) -> AsyncIterator[None
         watcher.cancel()
         for one in asked:
             one.cancel()
+
+
+async def answered(request: Request, asked: Sequence[Asked]) -> list[list[Any]]:
+    """Return the answers of generations; cancel them if the client disconnects."""
+    async with while_connected(request.receive, *asked):
+        return [await one for one in asked]
 
 
 def event(data: dict[str, Any], kind: str = "") -> bytes:

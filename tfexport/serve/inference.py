@@ -66,25 +66,22 @@ def bounded(message: str) -> str:
 def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, Any]:
     """Convert request parameters to arguments of `Engine.submit` and `submit_ids`.
 
-    They are fields of `DecodeConfig`, which the engine checks, and prefix, priority, timeout_ms or timeout.
+    They are timeout_ms or timeout, and fields of `DecodeConfig`, prefix and priority, which the engine checks.
 
     Raises:
-        InvalidRequestError: lists unknown names, and timeouts or priorities that are not valid numbers.
+        InvalidRequestError: lists unknown names, and timeouts that are not valid numbers.
     """
-    given = {name: value for name, value in parameters.items() if name in DECODING or name == "prefix"}
-    numbers = {name: value for name, value in parameters.items() if name in _TIMES or name == "priority"}
-    problems = [f"unknown parameter {shortened(name)}" for name in parameters if name not in given | numbers]
-    for name, value in numbers.items():
+    given = {name: value for name, value in parameters.items() if name in DECODING or name in ("prefix", "priority")}
+    times = {name: value for name, value in parameters.items() if name in _TIMES}
+    problems = [f"unknown parameter {shortened(name)}" for name in parameters if name not in given | times]
+    for name, value in times.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             problems.append(f"{name} is {shortened(value)}, expected a number")
-        elif name in _TIMES and value <= 0:
+        elif value <= 0:
             problems.append(f"{name} is {value}, expected above 0")
     if problems:
         raise InvalidRequestError(*problems)
-    if "priority" in numbers:
-        given["priority"] = float(numbers["priority"])
-    times = [numbers[name] / unit for name, unit in _TIMES.items() if name in numbers]
-    return given | {"timeout_s": min([*times, max_timeout_s])}
+    return given | {"timeout_s": min([*(value / _TIMES[name] for name, value in times.items()), max_timeout_s])}
 
 
 def submit(engine: Engine, source: Source, given: Mapping[str, Any], *, stream: bool = False) -> Asked:

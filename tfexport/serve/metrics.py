@@ -36,20 +36,20 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self.requests = Counter(
             "tfexport_requests",
             "Requests that are over, by what became of them; finish_reason where a text was generated.",
             ("model", "outcome", "finish_reason"),
             registry=registry,
         )
-        self._times = {
+        self.times = {
             name: Histogram(f"tfexport_{name}_seconds", what, ("model",), buckets=BUCKETS, registry=registry)
             for name, what in _TIMES.items()
         }
-        self._rows = Histogram(
+        self.rows = Histogram(
             "tfexport_step_batch_size", "Rows of a decoder step.", ("model",), buckets=ROWS, registry=registry
         )
-        self._tokens = {
+        self.tokens = {
             side: Counter(f"tfexport_{side}_tokens", what, ("model",), registry=registry)
             for side, what in {"source": "Tokens that were encoded.", "target": "Tokens that were generated."}.items()
         }
@@ -58,14 +58,7 @@ class Metrics:
     def observer(self, model: str) -> _Counts:
         """Return the observer for a model; the same object on every call."""
         if model not in self._observers:
-            times = {name: metric.labels(model) for name, metric in self._times.items()}
-            tokens = {side: metric.labels(model) for side, metric in self._tokens.items()}
-            requests = {
-                (outcome, reason): self._requests.labels(model, outcome, reason)
-                for outcome in get_args(Outcome)
-                for reason in (*(get_args(FinishReason) if outcome == "ok" else ()), "")
-            }
-            self._observers[model] = _Counts(requests, times, self._rows.labels(model), tokens)
+            self._observers[model] = _Counts(self, model)
         return self._observers[model]
 
     def watch(self, engines: Mapping[str, Engine]) -> None:
@@ -84,14 +77,15 @@ class Metrics:
 
 
 class _Counts(Observer):
-    def __init__(
-        self,
-        requests: Mapping[tuple[str, str], Counter],
-        times: Mapping[str, Histogram],
-        rows: Histogram,
-        tokens: Mapping[str, Counter],
-    ) -> None:
-        self._requests, self._times, self._rows, self._tokens = requests, times, rows, tokens
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._requests = {
+            (outcome, reason): metrics.requests.labels(model, outcome, reason)
+            for outcome in get_args(Outcome)
+            for reason in (*(get_args(FinishReason) if outcome == "ok" else ()), "")
+        }
+        self._times = {name: metric.labels(model) for name, metric in metrics.times.items()}
+        self._tokens = {side: metric.labels(model) for side, metric in metrics.tokens.items()}
+        self._rows = metrics.rows.labels(model)
         self.failed_s = 0.0  # total time of requests without an answer
 
     def joined(self, waited_s: float, source_tokens: int) -> None:

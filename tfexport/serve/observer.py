@@ -55,16 +55,12 @@ def guarded(observer: Observer) -> Observer:
     """
     safe = Observer()
     for name in ("joined", "encoded", "stepped", "began", "ended", "aligned"):
-        setattr(safe, name, _logged(getattr(observer, name)))
+        setattr(safe, name, functools.partial(_logged, getattr(observer, name)))
     return safe
 
 
-def _logged(tell: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(tell)
-    def told(*values: object) -> None:
-        try:
-            tell(*values)
-        except Exception:
-            logger.exception("the observer has failed in %s", tell)
-
-    return told
+def _logged(record: Callable[..., None], *values: object) -> None:
+    try:
+        record(*values)
+    except Exception:
+        logger.exception("the observer has failed in %s", record)

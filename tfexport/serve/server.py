@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
-from fastapi import FastAPI
 
 from tfexport.errors import ConfigError, TfexportError, printable
 from tfexport.runtime.cpu import available_cores
@@ -45,29 +44,36 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Server:
-    """Serve engines over HTTP.
+    """Serve bundles over HTTP.
 
-    The server listens before it loads the engines. SIGTERM and SIGINT drain it; a second signal, or one while a bundle
+    The server listens before it loads the bundles. SIGTERM and SIGINT drain it; a second signal, or one while a bundle
     is loaded, ends the process immediately. SIGHUP reloads every bundle from its path, the tokens and the certificate.
     """
 
     def __init__(
         self,
-        app: FastAPI,
-        engines: Mapping[str, Engine],
+        bundles: Mapping[str, Path],
         config: ServerConfig,
-        report: Callable[[str], None],
         *,
+        serving: ServingConfig,
+        http: HttpConfig,
+        report: Callable[[str], None],
         access_log: bool = False,
+        **options: Any,
     ) -> None:
-        """Configure the server; `engines` must not be started.
+        """Configure the server; `run` loads the bundles.
 
-        `report` receives status lines for the user.
+        `report` receives status lines for the user. The other options are those of `tfexport.load`.
 
         Raises:
             ConfigError: the tokens, the certificate or its key cannot be read.
         """
-        self._service, self._engines, self._config, self._report = app.state.service, engines, config, report
+        metrics = Metrics()
+        self._engines = {
+            name: Engine(path, serving, observer=metrics.observer(name), **options) for name, path in bundles.items()
+        }
+        app = build_app(self._engines, http, metrics)
+        self._service, self._config, self._report = app.state.service, config, report
         self._tokens = BearerTokens(app, config.token_file) if config.token_file else None
         settings = uvicorn.Config(
             self._tokens or app,
@@ -208,31 +214,6 @@ class Server:
             logger.warning("SIGHUP: nothing is reloaded while bundles are loaded or the server stops; send it later")
         else:
             self._reloading = asyncio.create_task(self._reload())
-
-
-def serve_bundles(
-    bundles: Mapping[str, Path],
-    config: ServerConfig,
-    *,
-    serving: ServingConfig,
-    http: HttpConfig,
-    report: Callable[[str], None],
-    access_log: bool = False,
-    **options: Any,
-) -> bool:
-    """Serve bundles until a signal; return whether all requests were answered.
-
-    `report` receives status lines for the user. The other options are those of `tfexport.load`.
-
-    Raises:
-        TfexportError: the address is not available, or a bundle cannot be served.
-    """
-    metrics = Metrics()
-    engines = {
-        name: Engine(path, serving, observer=metrics.observer(name), **options) for name, path in bundles.items()
-    }
-    app = build_app(engines, http, metrics)
-    return Server(app, engines, config, report, access_log=access_log).run()
 
 
 def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> socket.socket:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
-from tfexport.contract import DECODER, Form
+from tfexport.contract import DECODER, Form, ModelSpec, key_value_names
 from tfexport.precision import Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -133,6 +133,12 @@ def decoder_plans(form: Form, limits: EngineLimits) -> dict[str, int]:
     """Return the capacity of every decoder plan by name, the smallest first."""
     capacities = limits.capacities or (limits.max_target_length,)
     return {decoder_plan(form, capacity, limits): capacity for capacity in capacities}
+
+
+def cache_aliases(spec: ModelSpec) -> dict[str, str]:
+    """Return output to input for the caches that a decoder of the static form writes in place."""
+    presents, pasts = (key_value_names(prefix, spec.layers) for prefix in ("present", "past"))
+    return dict(zip(presents, pasts, strict=True))
 
 
 def engine_key(config: EngineConfig) -> str:

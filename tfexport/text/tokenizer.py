@@ -22,36 +22,29 @@ class Tokenizer:
 
     Attributes:
         text: ids around a text, and recorded texts.
+        eos: the target's end token.
+        unknown: id of the target's unknown token; None if there is none.
     """
 
     def __init__(self, source: Vocabulary, target: Vocabulary, spec: ModelSpec, text: TextConfig | None = None) -> None:
         """Combine vocabularies; use `load` or `parse`."""
         self.text = text or TextConfig()
+        self.eos, self.unknown = spec.tokens.eos, target.unknown
         self._source, self._target, self._spec = source, target, spec
 
     @classmethod
     def load(
         cls, path: Path, spec: ModelSpec, *, target: Path | None = None, text: TextConfig | None = None
     ) -> Tokenizer:
-        """Read the tokenizer of a model from files.
-
-        Args:
-            path: a tokenizer.json, of the source or of both sides.
-            spec: of the model.
-            target: the target's own tokenizer.json; None if one serves both sides.
-            text: ids around a text; None for no ids.
-        """
+        """Read a tokenizer.json of both sides, or of the source if `target` is the target's own (see `parse`)."""
         need_library()  # before a missing file is reported
         return cls.parse([(str(file), read_plain(file)) for file in (path, target) if file], spec, text=text)
 
     @classmethod
     def parse(cls, files: Sequence[tuple[str, bytes]], spec: ModelSpec, *, text: TextConfig | None = None) -> Tokenizer:
-        """Read the tokenizer of a model from bytes.
+        """Read the tokenizer of a model from the bytes of one tokenizer.json, or of the source's and the target's.
 
-        Args:
-            files: (name for errors, content) of one tokenizer.json for both sides, or of the source's and the target's.
-            spec: of the model.
-            text: ids around a text; None for no ids.
+        `files` has pairs of a name for errors and the content; `text` has ids around a text.
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
@@ -74,20 +67,10 @@ class Tokenizer:
         return cls(source, theirs, spec, text)
 
     @property
-    def eos(self) -> int:
-        """The target's end token."""
-        return self._spec.tokens.eos
-
-    @property
-    def unknown(self) -> int | None:
-        """The id of the target's unknown token; None if there is none."""
-        return self._target.unknown
-
-    @property
     def ends_sources(self) -> bool:
         """Whether a source ends with the model's end token."""
-        after = (*self._source.added_ids, *self.text.source_suffix)
-        return bool(after) and after[-1] == self.eos
+        after = (*self._source.added_ids(), *self.text.source_suffix)
+        return after[-1:] == (self.eos,)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Encode sources, with the ids around them.

@@ -31,6 +31,9 @@ class Vocabulary:
     - Pieces with ids from the token `BEYOND` on become the unknown token.
     - Characters outside the vocabulary become the unknown token. A vocabulary without one would drop them silently, so
       such a text is rejected.
+
+    Attributes:
+        unknown: id of the unknown token; None if there is none.
     """
 
     def __init__(
@@ -40,10 +43,10 @@ class Vocabulary:
         self._inner = inner
         token = model.get("unk_token")
         own_unknown: int | None = model.get("unk_id") if token is None else inner.token_to_id(token)
-        self._unknown = unknown if own_unknown is None else own_unknown
+        self.unknown = unknown if own_unknown is None else own_unknown
         added = inner.get_added_tokens_decoder()
         self._beyond = inner.token_to_id(BEYOND)
-        self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self._unknown})
+        self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self.unknown})
         self._unseen = self._special | {i for i, t in added.items() if t.special}
         self._plain_added = [token.content for token in added.values() if not token.special]
         is_bpe = type(inner.model).__name__ == "BPE"
@@ -51,13 +54,10 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, raw: bytes, name: str, special: Collection[int], unknown: int | None) -> Vocabulary:
-        """Read a tokenizer.json.
+        """Read the bytes of a tokenizer.json; errors begin with `name`.
 
-        Args:
-            raw: content of the file.
-            name: of the file, for errors.
-            special: ids of special tokens, in addition to those of the file.
-            unknown: id of the unknown token if the file names none; None if there is none.
+        `special` has the ids of special tokens in addition to those of the file, `unknown` the id of the unknown token
+        if the file names none.
         """
         library = need_library()
 
@@ -84,17 +84,9 @@ class Vocabulary:
             return self._beyond - 1
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    @property
     def added_ids(self) -> list[int]:
-        """The ids that the file adds around a text, in order."""
-        with border(_not_encoded):
-            ids: list[int] = self._inner.encode("", add_special_tokens=True).ids
-        return ids
-
-    @property
-    def unknown(self) -> int | None:
-        """The id of the unknown token; None if there is none."""
-        return self._unknown
+        """Return the ids that the file adds around a text, in order."""
+        return self._encoding("", special=True).ids
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token, or None if it is unknown."""
@@ -115,14 +107,13 @@ class Vocabulary:
             lost = self._lost_characters(text)
         if lost:
             raise InputError(f"has {lost}, which the vocabulary lacks and would drop; leave that out")
-        with border(_not_encoded):
-            encoding = self._inner.encode(text, add_special_tokens=special)
+        encoding = self._encoding(text, special=special)
         from_text = [not added for added in encoding.special_tokens_mask]
         ids = [
             self._as_text(i) if is_text and self._is_none_of_text(i) else i
             for i, is_text in zip(encoding.ids, from_text, strict=True)
         ]
-        if all(i == self._unknown for i, is_text in zip(ids, from_text, strict=True) if is_text):
+        if all(i == self.unknown for i, is_text in zip(ids, from_text, strict=True) if is_text):
             raise InputError("has no character that the vocabulary knows; give a text that the model was trained for")
         return ids
 
@@ -151,23 +142,26 @@ class Vocabulary:
 
         With `spelled`, known tokens are returned as the vocabulary spells them.
         """
-        with border(_not_encoded):
-            encoding = self._inner.encode(text, add_special_tokens=True)
+        encoding = self._encoding(text, special=True)
         found: list[str | None] = []
         rows = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
         for token_id, token, (first, last), is_added in rows:
-            is_known = token_id != self._unknown and not self._is_none_of_text(token_id)
+            is_known = token_id != self.unknown and not self._is_none_of_text(token_id)
             part = text[first:last].strip() or text[first:last]
             found.append(None if is_added else token if spelled and is_known else part)
         return found
+
+    def _encoding(self, text: str, *, special: bool) -> tokenizers.Encoding:
+        with border(_not_encoded):
+            return self._inner.encode(text, add_special_tokens=special)
 
     def _is_none_of_text(self, token: int) -> bool:
         return token in self._special or (self._beyond is not None and token >= self._beyond)
 
     def _as_text(self, special: int) -> int:
-        if self._unknown is None:
+        if self.unknown is None:
             raise InputError(f"has {self._inner.id_to_token(special)!r}, which has a special meaning; leave it out")
-        return self._unknown
+        return self.unknown
 
     def _lost_characters(self, text: str) -> str:
         """List the characters that byte-pair encoding without an unknown token would drop.

@@ -6,12 +6,11 @@ float32; tolerances are relative to it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self, cast
 
@@ -63,19 +62,12 @@ class VerifyConfig(Config, subject="verify"):
 
 @dataclass(frozen=True)
 class Stages:
-    """The reference and the graphs to compare with it.
-
-    Attributes:
-        model: the eager reference.
-        graphs: of a bundle, which may be unfinished.
-        reference: describes the eager model in the report.
-        tokenizer: has the recorded texts; None if there is no tokenizer.
-    """
+    """The reference and the graphs to compare with it, of a bundle that may be unfinished."""
 
     model: EagerModel
     graphs: Graphs
-    reference: str = "the eager model"
-    tokenizer: Tokenizer | None = None
+    reference: str = "the eager model"  # describes the model in the report
+    tokenizer: Tokenizer | None = None  # has the recorded texts
 
 
 def verify_bundle(
@@ -92,12 +84,12 @@ def verify_bundle(
     """Compare every stage of a bundle with the eager model.
 
     Args:
-        path: of the bundle.
+        path: bundle.
         against: model directory of the reference, or PACKAGE.MODULE:FACTORY of a user's own module, whose code is
             imported and run; None uses the bundle's own weights, which for fp16 and bf16 are rounded.
-        config: the size of the verification.
         backend: "ort" compares every decoder variant that the device runs, "trt" an engine; None uses the backend that
             exports are verified on.
+        config: the size of the verification.
         device: that runs the graphs.
         engine: name of the engine; None for the only usable one.
         trusted_keys: files of public keys, one of which must have signed bundle and engine; None accepts every bundle.
@@ -152,8 +144,8 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
     # Engines may have shorter limits than graphs.
     names = ("max_source_length", "max_target_length")
     limits: dict[str, int] = {name: min(getattr(session.spec, name) for _, session in sessions) for name in names}
-    spec = dataclasses.replace(stages.graphs.spec, **limits)  # type: ignore[arg-type]
-    eager = EagerSession(stages.model.module, dataclasses.replace(spec, precision="fp32"), alignment=alignment)
+    spec = replace(stages.graphs.spec, **limits)  # type: ignore[arg-type]
+    eager = EagerSession(stages.model.module, replace(spec, precision="fp32"), alignment=alignment)
     most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
     batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
     sources = random_sources(spec, config.samples, rng)
@@ -222,7 +214,7 @@ class _Numbers:
                 self._report(f"comparing several tokens in a step: {stage}")
                 got = [verified_logits(session, batch) for batch in self._batches]
                 found = compare(stage, self._expected, got, self._tolerance(session))
-                yield dataclasses.replace(found, quantity="speculation")
+                yield replace(found, quantity="speculation")
 
     def alignment(self, sessions: Sequence[Named]) -> Iterator[Numbers]:
         """Compare the alignment of one session, because all variants share its graph.
@@ -238,7 +230,7 @@ class _Numbers:
                     array[:, :, -1] = 1
                 got = [_alignment(session, batch) for batch in self._batches]
                 found = compare(stage, expected, got, self._tolerance(session))
-                yield dataclasses.replace(found, quantity="alignment")
+                yield replace(found, quantity="alignment")
                 return
 
     def _tolerance(self, session: Session) -> float:
@@ -269,14 +261,11 @@ def _decodes(
                 continue
             report(f"decoding {len(sources)} sequences, {method}: {stage}")
             got = decode_best(session, sources, num_beams, 8)
-            is_exact = session.accuracy == "fp32"
-            judged = {
-                "num_beams": num_beams,
-                "noise": noise,
-                "must_be_exact": is_exact,
-                "divergence": None if is_exact else measure_divergence(eager, sources, expected, got),
-            }
-            found.append(compare_decodes(stage, method, eager, sources, expected, got, **judged))  # type: ignore[arg-type]
+            is_exact, decoded = session.accuracy == "fp32", (sources, expected, got)
+            one = compare_decodes(
+                stage, method, eager, *decoded, num_beams=num_beams, noise=noise, must_be_exact=is_exact
+            )
+            found.append(one if is_exact else replace(one, divergence=measure_divergence(eager, *decoded)))
     some = sources[: min(64, len(sources) // 2 + 1)]
     for (stage, session), noise in stages:
         report(f"decoding {len(some)} sequences alone and in batches: {stage}")

@@ -19,19 +19,12 @@ PIECE = 5
 
 @dataclass(frozen=True)
 class Batch:
-    """Random sequences of mixed lengths, padded on the right.
-
-    Attributes:
-        source_ids: int64 [batch, source_len].
-        source_mask: bool [batch, source_len].
-        target_ids: decoder inputs, the start token first, int64 [batch, target_len].
-        prefill: number of target tokens in the first step.
-    """
+    """Random sequences of mixed lengths, padded on the right."""
 
     source_ids: Ids
     source_mask: Mask
-    target_ids: Ids
-    prefill: int
+    target_ids: Ids  # decoder inputs, the start token first
+    prefill: int  # target tokens in the first step
 
 
 def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[list[int]]:

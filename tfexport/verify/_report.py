@@ -14,7 +14,6 @@ class Numbers:
     """One check that compares numbers of a stage with the eager model's.
 
     Attributes:
-        stage: such as "eager cached" or "ort static".
         error: largest |difference| as a share of the largest |value|; NaN if the stage returned NaN.
         worst: largest |difference|.
         tolerance: limit of `error`.
@@ -66,7 +65,6 @@ class Decodes:
     """One check that compares whole decodes of a stage with the eager model's.
 
     Attributes:
-        stage: such as "ort static".
         method: "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), or
             "recorded texts" (text to text, compared with the user's own code).
         sequences: number of decodes.

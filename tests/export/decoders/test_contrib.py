@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests import tiny
-from tests.export.test_export import ENCODER_ALONE
 from tests.export.test_protocol import SPEC as PROTOCOL_SPEC
 from tests.export.test_protocol import made
 from tfexport.contract import ModelSpec
@@ -30,8 +29,8 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "heads of 12": (lambda: tiny.model(tiny.config(decoder={"d_k": 12, "d_v": 12}), dtype=torch.float32), [WIDTH]),
     "wider values": (lambda: tiny.model(tiny.config(decoder={"d_k": 8, "d_v": 16}), dtype=torch.float32), [WIDTH]),
     "half precision": (lambda: tiny.model(tiny.config(), dtype=torch.float16), ["it is fp16"]),
-    "its own module": (lambda: made("capped"), ["a layer attends in its own way, not through cache.attend"]),
-    "an encoder alone": (lambda: tiny.model(ENCODER_ALONE, dtype=torch.float32), ["it is an encoder alone"]),
+    "its own module": (made, ["a layer attends in its own way, not through cache.attend"]),
+    "an encoder alone": (lambda: tiny.model(tiny.ENCODER_ALONE, dtype=torch.float32), ["it is an encoder alone"]),
     "everything": (
         lambda: tiny.model(tiny.VARIANTS["t5"], dtype=torch.float16),
         [WIDTH, "attention_softcap is 2.0", "it is fp16"],
@@ -53,11 +52,6 @@ def test_models_that_have_no_contrib_form_are_told_why(name: str) -> None:
     assert problems_of(make()) == problems
 
 
-@pytest.mark.parametrize("name", ["post", "pre-std", "umt5", "mixed", "modern"])
-def test_models_that_have_one(name: str) -> None:
-    assert CONTRIB.supports(tiny.VARIANTS[name], "fp32") == []
-
-
 def test_what_lies_side_by_side_is_query_key_and_value() -> None:
     model = tiny.model(tiny.config(attention_bias=False), dtype=torch.float32)
     assert list(joint_weights(model)) == [
@@ -65,7 +59,7 @@ def test_what_lies_side_by_side_is_query_key_and_value() -> None:
         for side in ("enc", "dec")
         for layer in range(2)
     ]
-    assert list(joint_weights(made("rotary"))) == []
+    assert list(joint_weights(made())) == []
 
 
 @pytest.fixture

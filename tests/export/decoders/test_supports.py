@@ -43,7 +43,7 @@ def with_new_value(name: str, value: str) -> TransformerConfig:
 
 
 @EVERY
-@pytest.mark.parametrize("name", ["post", "pre-std", "mixed", "modern"])
+@pytest.mark.parametrize("name", ["post", "pre-std", "umt5", "mixed", "modern"])
 def test_every_form_knows_the_plain_variants(form: Form, name: str) -> None:
     assert FORMS[form].supports(tiny.VARIANTS[name], "fp32") == []
 
@@ -85,9 +85,8 @@ def test_an_export_is_refused_where_no_form_is_left(tmp_path: Path) -> None:
 
 
 def test_an_encoder_alone_is_asked_too(tmp_path: Path) -> None:
-    config = replace(tiny.config(), decoder=None, target_vocab=None, max_target_length=None)
-    model = tiny.model(config, dtype=torch.float32)
-    spec = model_spec(config, "fp32")
+    model = tiny.model(replace(tiny.ENCODER_ALONE), dtype=torch.float32)
+    spec = model_spec(model.config, "fp32")
     object.__setattr__(model.config, "relative_bias", "kerple")
     with pytest.raises(GraphError, match=r"^encoder: relative_bias is kerple; list what is new in"):
         write_graphs(model, spec, tmp_path, forms=("concat",), opset=18, report=lambda line: None)

@@ -73,13 +73,6 @@ def test_results_are_those_of_the_free_graph(dates_bundle: Path, tmp_path: Path)
         fixed.run(None, feed(8))
 
 
-def test_equal_input_gives_equal_bytes(dates_bundle: Path) -> None:
-    path = dates_bundle / "decoder_static.onnx"
-    before = path.read_bytes()
-    assert fix_capacity(path, 9) == fix_capacity(path, 9)
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize("capacity", [0, -1, 17])
 def test_positions_beyond_the_table_are_refused(dates_bundle: Path, capacity: int) -> None:
     with pytest.raises(GraphError) as caught:

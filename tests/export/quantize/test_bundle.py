@@ -18,14 +18,12 @@ from safetensors.numpy import load_file
 import tfexport
 from tests import tiny
 from tests.conftest import DATES
-from tfexport.bundle.bundle import create_bundle, open_bundle
-from tfexport.bundle.manifest import Draft
+from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
-from tfexport.contract import Quantization, TokenIds
+from tfexport.contract import Quantization
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
-from tfexport.export.quantize.integers import write_integer_graphs
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.directory import load_model, save_model
 from tfexport.nn.transformer import Transformer
@@ -48,29 +46,6 @@ def int4(once: Once) -> Path:
         assert result.stdout == f"{path}: encoder-decoder, int4, verified, 24 recorded texts\n"
 
     return once("dates-bundle-int4", make)
-
-
-@pytest.fixture(scope="session")
-def throughput(once: Once, dates_bundle: Path) -> Path:
-    """A bundle of the graphs that the fp32 bundle has, without another trace; not to be changed."""
-
-    def make(path: Path) -> None:
-        source = open_bundle(dates_bundle)
-        manifest, quantization = source.manifest, Quantization(weights="int8", optimize_for="throughput")
-        with create_bundle(path) as builder:
-            graphs = write_integer_graphs(source.path, manifest.graphs, builder.path, quantization)
-            (builder.path / "tokenizer.json").write_bytes(source.file("tokenizer.json").read_bytes())
-            draft = Draft(
-                spec=manifest.spec,
-                config=manifest.config,
-                graphs=graphs,
-                versions=manifest.versions,
-                quantization=quantization,
-                parity=None,
-            )
-            builder.finish(draft)
-
-    return once("dates-bundle-throughput", make)
 
 
 def test_the_bundle_says_what_it_is(int4: Path) -> None:
@@ -105,12 +80,11 @@ def test_the_export_reports_where_decodes_part(int4: Path) -> None:
     assert by_method["batch invariance"]["divergence"] is None
 
 
-def test_it_generates(int4: Path, throughput: Path) -> None:
-    for bundle in (int4, throughput):
-        with tfexport.load(bundle, threads=1) as model:
-            assert model.session.accuracy == ("int4" if bundle == int4 else "int8")
-            (result,) = model.generate(["Dienstag, 3. März 2026"])
-            assert result.text == "2026-03-03"
+def test_it_generates(int4: Path) -> None:
+    with tfexport.load(int4, threads=1) as model:
+        assert model.session.accuracy == "int4"
+        (result,) = model.generate(["Dienstag, 3. März 2026"])
+        assert result.text == "2026-03-03"
     assert run("generate", int4, "3 mars 1999", "--num-beams", 2).stdout == "1999-03-03\n"
 
 
@@ -166,32 +140,9 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str, tmp_p
 
 # Wide enough to have matrices of 4,096 weights; inputs of 100 fill no block.
 STACK = StackConfig(layers=1, num_heads=4, d_ff=100, norm_place="pre", final_norm=True)
-ALONE = TransformerConfig(
-    d_model=64,
-    source_vocab=100,
-    max_source_length=24,
-    encoder=STACK,
-    decoder=None,
-    tokens=TokenIds(pad=0, start=1, eos=2),
-)
+ALONE = replace(tiny.ENCODER_ALONE, d_model=64, source_vocab=100, encoder=STACK)
 UNEVEN = replace(STACK, d_k=12, d_v=20)
-T5 = replace(
-    ALONE,
-    encoder=UNEVEN,
-    decoder=UNEVEN,
-    target_vocab=100,
-    max_target_length=24,
-    norm="rms",
-    norm_bias=False,
-    feed_forward="glu",
-    relative_bias="t5",
-    positions="none",
-    attention_bias=False,
-    feed_forward_bias=False,
-    output_bias=False,
-    tie_embeddings=True,
-    tie_output=True,
-)
+T5 = replace(tiny.VARIANTS["t5"], d_model=64, source_vocab=100, target_vocab=100, encoder=UNEVEN, decoder=UNEVEN)
 
 
 @pytest.mark.parametrize(("config", "form"), [(T5, {"decoder_static"}), (ALONE, set())])
@@ -209,11 +160,3 @@ def test_models_that_have_no_contrib_form(config: TransformerConfig, form: set[s
         if tensor.dtype == np.float32 and tensor.ndim == 2 and not name.endswith(".scales") and tensor.size >= 4096
     ]
     assert plain == []
-
-
-def test_a_model_with_small_matrices_only_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    save_model(tiny.model(tiny.VARIANTS["post"], dtype=torch.float32), tmp_path / "model")
-    result = run("onnx", tmp_path / "model", "--output", tmp_path / "out", "--precision", "int8", "--forms", "concat")
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "error: int8: no linear map has 4096 weights; export with fp32"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]

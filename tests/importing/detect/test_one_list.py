@@ -1,4 +1,4 @@
-"""A list that holds the layers of both sides: the matcher cuts it where they change."""
+"""A list that holds the layers of both sides is cut where the layers change."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.from_scratch.parts import HEADS, LENGTH, SOURCE, TARGET, D, Tree, attend, causal
+from models.from_scratch.parts import LENGTH, SOURCE, TARGET, D, Tree, attend, causal
+from tests.importing.detect.test_match import check, recorded
 from tfexport.errors import CheckpointError
 from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.search import Budget, detect
-from tfexport.importing.layout.apply import apply_layout
-from tfexport.importing.layout.layout import parse_layout, render_layout
-from tfexport.importing.reference.golden import record
-
-TOKENS = {"tokens.pad": 0, "tokens.start": 1, "tokens.eos": 2}
 
 
 class OneList(nn.Module):
-    """The layers of the encoder and behind them those of the decoder, in one list that both halves of `forward` cut."""
+    """One list with the layers of the encoder, followed by those of the decoder."""
 
     def __init__(self, encoder: int = 2, decoder: int = 3) -> None:
         super().__init__()
@@ -66,19 +62,11 @@ class OneList(nn.Module):
 
 
 def test_a_list_of_both_sides_is_cut(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    golden = record(
-        OneList(), lambda m, *inputs: m(*inputs), tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET, heads=HEADS
-    )
-    state = {key: tensor.double() for key, tensor in golden.state.items()}
-    found = detect(state, golden, [], budget=Budget(2_000))
-    assert found.search is not None
-    assert found.search.best is not None
-    assert found.search.best.error < 1e-13
-    layout = parse_layout(render_layout(found.layout), "found")
+    golden = recorded(OneList, tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET)
+    layout, canonical = check(golden, detect(golden.state, golden, [], budget=Budget(2_000)), within=1e-13)
     assert any(line.startswith("layers.{0,1}.attn.qkv.weight -> enc.layers.{0,1}.self.[q/k/v]") for line in layout.map)
     assert any(line.startswith("layers.{i+2}.attn.qkv.weight -> dec.layers.{i}.self.[q/k/v]") for line in layout.map)
-    config = apply_layout(layout, state, settings=TOKENS).config
+    config = canonical.config
     assert (config.encoder.layers, config.decoder and config.decoder.layers) == (2, 3)
 
 

@@ -6,18 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-from models.from_scratch.parts import HEADS, SOURCE, TARGET, D, Tree, attend, causal, layers, waves
+from models.from_scratch.parts import SOURCE, TARGET, D, Tree, attend, causal, layers, waves
+from tests.importing.detect.test_match import check, recorded
 from tfexport.importing.detect.search import Budget, detect
-from tfexport.importing.layout.apply import apply_layout
-from tfexport.importing.layout.layout import parse_layout, render_layout
 from tfexport.importing.reference.certificate import certify
-from tfexport.importing.reference.golden import record
 from tfexport.nn.switches import Value
 
-TOKENS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 1, "tokens.eos": 2}
 # What no test here is about; it is given, so that few combinations are run.
 GIVEN: dict[str, Value] = {
     "norm": "layernorm",
@@ -93,22 +89,10 @@ DEEPNET = (0.81 * 32 ** (1 / 16), 1.0), (6**0.25, 1.0)
 def test_factors_of_residual_sums_are_found(
     factors: tuple[Factors, Factors], is_pre: bool, scales: tuple[float, float], fold: str, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    golden = record(
-        Sums(*factors, is_pre=is_pre),
-        lambda model, *inputs: model(*inputs),
-        tmp_path / "g",
-        source_vocab=SOURCE,
-        target_vocab=TARGET,
-        heads=HEADS,
+    golden = recorded(lambda: Sums(*factors, is_pre=is_pre), tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET)
+    layout, canonical = check(
+        golden, detect(golden.state, golden, [], budget=Budget(3_000), settings=GIVEN), within=1e-13
     )
-    state = {key: tensor.double() for key, tensor in golden.state.items()}
-    found = detect(state, golden, [], budget=Budget(3_000), settings=GIVEN)
-    assert found.search is not None
-    assert found.search.best is not None
-    assert found.search.best.error < 1e-13
-    layout = parse_layout(render_layout(found.layout), "found")
-    canonical = apply_layout(layout, state, settings=TOKENS)
     assert canonical.config.decoder is not None
     sides = canonical.config.encoder, canonical.config.decoder
     assert tuple(side.residual_scale for side in sides) == pytest.approx(scales, rel=1e-14)

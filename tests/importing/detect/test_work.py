@@ -1,4 +1,4 @@
-"""What an import costs, counted and not timed: candidates, calls, modules that are loaded."""
+"""The work of an import, counted instead of timed: candidates, calls and loaded modules."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def found(golden: Golden, limit: int = 20_000) -> tuple[Detection, Budget]:
 
 
 def test_a_search_does_not_look_at_the_clock(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine where every step takes an hour it finds the same, with the same work."""
+    """On a machine where every step takes an hour, a search finds the same with the same work."""
     quiet, spent = found(golden)
+    # The right mapping comes first, and few of its switches have unusual values.
+    assert spent.spent <= 12
     hours = iter(range(0, 10**9, 3600))
     for name in ("monotonic", "perf_counter", "time", "process_time"):
         monkeypatch.setattr(time, name, lambda: float(next(hours)))
@@ -61,24 +63,7 @@ def test_a_budget_cuts_a_search_and_a_larger_one_ends_it(golden: Golden) -> None
         result, budget = found(golden, limit)
         assert result.search is not None
         assert (result.search.accepted, result.search.is_cut) == (is_enough, not is_enough)
-        assert limit <= budget.spent <= limit + 1  # what comes near is run on the whole batch too
-
-
-def test_progress_is_told_by_share_and_in_lines() -> None:
-    lines: list[str] = []
-    shares: list[float] = []
-    budget = Budget(25, lines.append, shares.append)
-    for _ in range(25):
-        budget.spend()
-    assert budget.is_over
-    assert shares == [n / 25 for n in range(1, 26)]
-    assert lines == [f"searching: {n} of 25 candidates" for n in (3, 5, 8, 10, 13, 15, 18, 20, 23)]
-
-
-def test_what_is_right_is_found_before_what_is_unlikely_is_run(golden: Golden) -> None:
-    """The right mapping comes first, and of its switches few are not the commonest."""
-    _, budget = found(golden)
-    assert budget.spent <= 12
+        assert limit <= budget.spent <= limit + 1  # a close candidate also runs on the whole batch
 
 
 # Sizes that grow
@@ -100,12 +85,10 @@ GROWING: dict[str, Make] = {
     "numbers": lambda n: {f"k{i}": one() for i in range(n)},
     "layers": lambda n: {f"layers.{i}.weight": one() for i in range(n)},
     "lists of layers": lambda n: {f"a.{i}.b.{j}.weight": one() for i in range(n // 4) for j in range(4)},
-    "lists by other names": lambda n: {f"{name(i)}.{j}.weight": one() for i in range(n // 4) for j in range(4)},
     "words": lambda n: {f"{name(i)}.weight": one() for i in range(n)},
     "one layer": lambda n: {f"layers.{j}.{name(i)}.weight": one() for i in range(n // 2) for j in range(2)},
     "beside a model": beside(lambda n: ((f"{name(i)}.weight", one(24, 24)) for i in range(n))),
     "counters": beside(lambda n: ((f"{name(i)}.step", torch.tensor(i)) for i in range(n))),
-    "numbered counters": beside(lambda n: ((f"step.{i}", torch.tensor(i)) for i in range(n))),
 }
 
 

@@ -12,10 +12,9 @@ import torch
 from tests import tiny
 from tests.runtime.exported import LONG, Once, exported, ort_session, sources
 from tfexport.contract import REORDER
-from tfexport.errors import BundleError, InputError
+from tfexport.errors import BundleError
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, _DeviceBuffers, _HostBuffers
-from tfexport.runtime.ort._concat import ConcatBatch
 from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
@@ -176,115 +175,6 @@ def test_buffers_grow_and_shrink_with_what_is_in_them(static: Sessions, long_mod
     run(batch, late, rng, room=9)
     assert batch._caches.length == FIRST_CAPACITY
     assert_as_alone(other, late, 2)
-
-
-def test_host_and_device_hold_the_same_bits(long_model: Transformer, once: Once) -> None:
-    batches = [ort_session(long_model, "static", once, host_caches=host).batch(2) for host in (True, False)]
-    assert isinstance(batches[0], StaticBatch)
-    assert isinstance(batches[1], StaticBatch)
-    rng = np.random.default_rng(2)
-    for number in range(130):
-        texts = [draw(rng, 2, 9) for _ in range(2)]
-        for batch in batches:
-            if number in (0, 3, 66):
-                join(batch, texts)
-        rows = batches[0].lengths.size
-        tokens, order = rng.integers(0, tiny.VOCAB, rows), np.arange(rows) // 2 * 2 + rng.integers(0, 2, rows)
-        host, device = (batch.step(tokens, 2) for batch in batches)
-        np.testing.assert_array_equal(host.token_ids, device.token_ids)
-        np.testing.assert_allclose(host.logits, device.logits, atol=1e-5)
-        for batch in batches:
-            batch.reorder(order)
-            if number == 80:
-                batch.remove(np.array([1, 0]))
-
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_a_row_of_nan_harms_neither_its_neighbours_nor_who_comes_after(static: Sessions, width: int) -> None:
-    """A token of the source is no number: who reads it computes nothing but NaN, in both kinds of cache."""
-    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
-    broken = tiny.VOCAB - 1
-    with torch.no_grad():
-        model.enc.embed.weight[broken] = np.nan
-    rng, (session, other) = np.random.default_rng(3), static(model)
-    texts = [draw(rng, width, 19) for _ in range(18)]
-    for text in texts:
-        text.source = [token % broken for token in text.source]
-    sick = texts[::5]
-    for text in sick:
-        text.source[len(text.source) // 2] = broken
-    batch = session.batch(width)
-    assert isinstance(batch, StaticBatch)
-    run(batch, texts, rng, room=4)
-    assert all(np.isnan(text.steps[-1].logits).all() for text in sick)
-    assert_as_alone(other, [text for text in texts if text not in sick], width)
-
-
-def test_an_input_that_is_refused_leaves_the_batch_as_it_was(static: Sessions) -> None:
-    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
-    rng, (session, other) = np.random.default_rng(4), static(model)
-    texts = [draw(rng, 2, 9) for _ in range(3)]
-    batch = session.batch(2)
-    join(batch, texts)
-    ids, mask = sources(model.config, (3,))
-    for wrong in (
-        lambda: batch.add(ids, mask, [[1], [1]]),
-        lambda: batch.add(ids, mask, [[]]),
-        lambda: batch.add(ids, mask, [[tiny.VOCAB]]),
-        lambda: batch.add(ids, mask, [[1] * 25]),
-        lambda: batch.add(ids - 40, mask, [[1]]),
-        lambda: batch.step(np.zeros(5, np.int64), 1),
-        lambda: batch.step(np.zeros(6, np.int64), tiny.VOCAB + 1),
-        lambda: batch.reorder(np.array([2, 1, 0, 3, 4, 5])),
-        lambda: batch.reorder(np.arange(4)),
-        lambda: batch.remove(np.array([3])),
-        lambda: batch.remove(np.array([1, 1])),
-    ):
-        with pytest.raises(InputError):
-            wrong()
-    while not all(text.is_done for text in texts):
-        advance(batch, texts)
-        gone = np.array([n for n, text in enumerate(texts) if text.is_done], np.int64)
-        done, texts = [texts[n] for n in gone], [texts[n] for n in close_up(len(texts), gone)]
-        batch.remove(gone)
-        assert_as_alone(other, done, 2)
-        if not texts:
-            break
-
-
-@pytest.mark.parametrize("host_caches", [True, False])
-@pytest.mark.parametrize("width", [1, 3])
-def test_the_concat_form_begins_together(model: Transformer, once: Once, host_caches: bool, width: int) -> None:
-    session = ort_session(model, "concat", once, host_caches=host_caches)
-    rng = np.random.default_rng(5)
-    batch = session.batch(width)
-    assert isinstance(batch, ConcatBatch)
-    assert not batch.can_join
-    for prompt in (1, 4):
-        texts = [draw(rng, width, 12) for _ in range(5)]
-        for text in texts:
-            text.prompt = rng.integers(0, tiny.VOCAB, prompt).tolist()
-        everyone = list(texts)
-        join(batch, texts)
-        while texts:
-            assert batch.lengths.tolist() == [prompt - 1 + len(texts[0].steps)] * len(texts) * width
-            advance(batch, texts)
-            gone = np.array([n for n, text in enumerate(texts) if text.is_done], np.int64)
-            texts = [texts[n] for n in close_up(len(texts), gone)]
-            batch.remove(gone)
-        assert_as_alone(session, everyone, width)
-
-
-def test_the_concat_form_refuses_joins(once: Once) -> None:
-    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
-    batch = ort_session(model, "concat", once).batch()
-    source = sources(model.config, (3, 5))
-    with pytest.raises(InputError, match=r"equally long prompts; use the form static or contrib"):
-        batch.add(*source, [[1], [1, 2]])
-    batch.add(*source, [[1], [1]])
-    with pytest.raises(InputError, match=r"sources begin together.*; use the form static or contrib"):
-        batch.add(*source, [[1], [1]])
-    assert batch.step(np.array([1, 1]), 1).token_ids.shape == (2, 1)
 
 
 def test_a_bundle_of_before_runs_on_the_cpu_and_says_what_a_gpu_lacks(once: Once) -> None:

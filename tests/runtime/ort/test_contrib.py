@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.runtime.exported import LONG, exported, sources
+from tests.runtime.exported import LONG, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.test_contract import assert_candidates, begun, contrib_session, targets
 from tfexport.contract import ModelSpec
@@ -195,13 +195,6 @@ def test_a_closed_session_says_so_in_the_middle_of_a_text(model: Transformer, on
     opened.close()
     with pytest.raises(BackendError, match="this session is closed; load the bundle again"):
         batch.step(np.full(4, 1), 1)
-
-
-def test_a_graph_that_is_no_onnx_is_refused(model: Transformer, once: Once, tmp_path: Path) -> None:
-    graphs, spec = exported(model, once)
-    (tmp_path / "decoder_contrib.onnx").write_bytes(b"no graph")
-    with pytest.raises(BackendError, match="decoder_contrib"):
-        OrtSession(Graphs({**graphs, "decoder_contrib": tmp_path / "decoder_contrib.onnx"}, spec), "contrib")
 
 
 def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:

@@ -125,15 +125,6 @@ def arrays(buffers: _DeviceBuffers) -> list[np.ndarray]:
     return found
 
 
-def test_an_upload_is_a_copy() -> None:
-    device = OrtDevice("cpu")
-    for array in (np.array([[1, 2], [3, 4]]), np.array([True, False])):
-        value = device.upload(array)
-        before = array.copy()
-        array[:] = 0
-        np.testing.assert_array_equal(value.numpy(), before)
-
-
 @pytest.mark.parametrize("host_caches", [True, False])
 def test_a_step_writes_in_place_and_reserves_nothing(once: Once, host_caches: bool) -> None:
     model = tiny.model(LONG, dtype=torch.float32)
@@ -176,19 +167,6 @@ def test_a_session_that_fell_back_is_refused(dates_bundle: Path) -> None:
     session = OrtDevice("cpu").load(dates_bundle / "reorder.onnx", "reorder", 1)
     with pytest.raises(BackendError, match=r"could not start CUDAExecutionProvider and took CPUExecutionProvider"):
         CUDA.check_placement(session, "decoder.onnx")
-
-
-def test_a_session_that_would_compute_in_part_elsewhere_is_refused(dates_bundle: Path) -> None:
-    session = OrtDevice("cpu").load(dates_bundle / "decoder.onnx", "decoder.onnx", 1)
-
-    class Elsewhere:
-        """The same session as CUDA would tell of it, had it no kernel for anything."""
-
-        get_providers = staticmethod(lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
-        get_provider_graph_assignment_info = staticmethod(session.get_provider_graph_assignment_info)
-
-    with pytest.raises(BackendError, match=r"no CUDAExecutionProvider kernel for .*Softmax.*TopK"):
-        CUDA.check_placement(cast(Any, Elsewhere()), "decoder.onnx")
 
 
 class Assigned:
@@ -251,11 +229,6 @@ def test_without_cuda_in_the_build_the_command_line_says_what_to_install(command
     assert result.stdout == ""
     assert result.stderr.startswith(f"error: ort: the installed onnxruntime {ort.__version__} has no CUDA; ")
     assert "pip uninstall -y onnxruntime && pip install 'tfexport[gpu]', or use device cpu" in result.stderr
-
-
-def test_the_reference_backend_runs_on_the_cpu_alone(dates_bundle: Path) -> None:
-    with pytest.raises(BackendError, match="eager: device cuda is for ONNX Runtime; use it with --backend ort"):
-        load(dates_bundle, backend="eager", device="cuda")
 
 
 def test_a_machine_without_a_driver_is_told_so() -> None:

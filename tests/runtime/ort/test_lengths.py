@@ -47,10 +47,6 @@ def test_no_division_costs_less(drawn: list[int]) -> None:
     assert cost(lengths, divided) == min(cost(lengths, np.split(order, list(cut))) for cut in cuts)
 
 
-def test_equal_sources_stay_together() -> None:
-    assert [rows.tolist() for rows in encoder_runs(np.full(40, 128))] == [list(range(40))]
-
-
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=40))
 def test_no_run_has_many_scores(drawn: list[int]) -> None:
     """What a run keeps in memory is bounded, however many long sources come together; a source is never cut."""
@@ -58,11 +54,6 @@ def test_no_run_has_many_scores(drawn: list[int]) -> None:
     divided = encoder_runs(lengths)
     assert sorted(np.concatenate(divided).tolist()) == list(range(lengths.size))
     assert all(rows.size == 1 or rows.size * int(lengths[rows].max()) ** 2 <= MAX_SCORES for rows in divided)
-
-
-def test_where_runs_are_cut() -> None:
-    for length, rows in ((256, 32), (257, 31), (512, 8), (1024, 2), (1025, 1), (4096, 1)):
-        assert [some.size for some in encoder_runs(np.full(33, length))][:-1] == [rows] * (32 // rows)
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tfexport.model.load import load
-from tfexport.model.model import Model
-
 if TYPE_CHECKING:
-    from tests.serve.http.served import Served
+    from tests.serve.http.served import Serve, Served
     from tfexport.serve.config import HttpConfig
 
 
@@ -36,38 +34,21 @@ def _can_be_asked_elsewhere(request: pytest.FixtureRequest, url: str | None) -> 
 
 
 @pytest.fixture
-def serve(dates_bundle: Path, url: str | None) -> Callable[..., None]:
-    """Return a function that serves a bundle while a coroutine function uses it, for a minute at most."""
+def serve(dates_bundle: Path, url: str | None) -> Serve:
+    """Return a function that serves a bundle for a minute at most."""
 
     from tests.serve.http.remote import elsewhere
     from tests.serve.http.served import serving
 
-    def run(
-        use: Callable[[Served], Awaitable[None]],
-        http: HttpConfig | None = None,
-        timeout: float = 60,
-        bundle: Path = dates_bundle,
-        **config: Any,
-    ) -> None:
-        async def within() -> None:
-            found = elsewhere(url, http, bundle, **config) if url else serving(bundle, http, **config)
-            async with asyncio.timeout(timeout), found as served:
-                await use(served)
+    @asynccontextmanager
+    async def serve(
+        http: HttpConfig | None = None, timeout: float = 60, bundle: Path = dates_bundle, **config: Any
+    ) -> AsyncIterator[Served]:
+        found = elsewhere(url, http, bundle, **config) if url else serving(bundle, http, **config)
+        async with asyncio.timeout(timeout), found as served:
+            yield served
 
-        asyncio.run(within())
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def model(dates_bundle: Path) -> Model:
-    return load(dates_bundle, threads=1)
-
-
-@pytest.fixture(scope="session")
-def texts(model: Model) -> list[str]:
-    assert model.tokenizer
-    return [sample.text for sample in model.tokenizer.text.samples]
+    return serve
 
 
 @pytest.fixture(scope="session")

@@ -43,12 +43,7 @@ class Scraped:
 
 
 class Remote(Asking):
-    """A server elsewhere, in place of `Served`.
-
-    Attributes:
-        client: that asks it.
-        metrics: that it exposes.
-    """
+    """A server elsewhere, in place of `Served`."""
 
     def __init__(self, url: str, client: httpx.AsyncClient) -> None:
         self.client, self.metrics = client, Scraped(url)

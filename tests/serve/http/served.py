@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,11 +22,7 @@ OFFERS = HttpConfig(completions=True, translate=True)
 
 
 class Asking:
-    """What asks for the model `dates`.
-
-    Attributes:
-        client: that it asks with.
-    """
+    """A client of the model `dates`."""
 
     client: httpx.AsyncClient
 
@@ -36,14 +32,7 @@ class Asking:
 
 @dataclass(frozen=True)
 class Served(Asking):
-    """An app in process.
-
-    Attributes:
-        client: that asks it, without a socket.
-        engine: of the model `dates`.
-        metrics: of the app.
-        app: itself.
-    """
+    """An app in process; `client` asks it without a socket."""
 
     client: httpx.AsyncClient
     engine: Engine
@@ -62,14 +51,13 @@ async def serving(bundle: Path, http: HttpConfig | None = None, **config: Any) -
         yield Served(client, engine, metrics, app)
 
 
+# The fixture `serve`.
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
+
+
 @dataclass
 class Exchange:
-    """One request spoken to the app directly, by a client that may go away.
-
-    Attributes:
-        status: of the answer; 0 while there is none.
-        body: of the answer, as far as it came.
-    """
+    """One request to the app itself, by a client that may go away; `status` is 0 before the answer."""
 
     path: str
     content: bytes
@@ -81,7 +69,6 @@ class Exchange:
         self._unread = [{"type": "http.request", "body": self.content, "more_body": False}]
 
     def leave(self) -> None:
-        """Go away."""
         self._leave.set()
 
     def leave_half_said(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.http.served import Served, serving
+from tests.serve.http.served import Serve
+from tests.serve.served import until
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.serve._served import MAX_WAITING
@@ -19,31 +19,18 @@ from tfexport.serve.config import HttpConfig
 SOURCE, TARGET = "Dienstag, 3. März 2026", "2026-03-03"
 
 
-@pytest.fixture
-def aligned(dates_aligned: Path) -> Callable[[Callable[[Served], Awaitable[None]]], None]:
-    def run(use: Callable[[Served], Awaitable[None]]) -> None:
-        async def within() -> None:
-            async with asyncio.timeout(60), serving(dates_aligned) as served:
-                await use(served)
-
-        asyncio.run(within())
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def aligning(dates_aligned: Path) -> Model:
     return load(dates_aligned, threads=1)
 
 
-def test_it_equals_the_model(aligned: Callable[..., None], aligning: Model) -> None:
+async def test_it_equals_the_model(serve: Serve, dates_aligned: Path, aligning: Model) -> None:
     assert aligning.tokenizer
     (source_ids,) = aligning.tokenizer.encode([SOURCE])
     (result,) = aligning.generate([SOURCE])
     ids = list(result.token_ids)
     (of_text,), (of_ids,) = aligning.align([SOURCE], [TARGET]), aligning.align_ids([source_ids], [ids])
-
-    async def use(served: Served) -> None:
+    async with serve(bundle=dates_aligned) as served:
         for data, expected in (
             ({"text_input": SOURCE, "target_text": TARGET}, of_text),
             ({"text_input": SOURCE, "target_ids": ids}, of_ids),
@@ -61,96 +48,47 @@ def test_it_equals_the_model(aligned: Callable[..., None], aligning: Model) -> N
                 "weights": expected.weights.tolist(),
             }
 
-    aligned(use)
 
-
-@pytest.mark.parametrize(
-    ("data", "told"),
-    [
-        ({}, "expected text_input or input_ids"),
-        ({"text_input": SOURCE}, "expected target_text or target_ids"),
-        ({"text_input": SOURCE, "target_text": TARGET, "target_ids": [5]}, "one of them"),
-        ({"target_text": TARGET}, "expected text_input or input_ids"),
-        ({"input_ids": [5], "target_text": TARGET}, "expected with target_ids"),
-        ({"text_input": "", "target_text": TARGET}, "source is empty"),
-        ({"text_input": SOURCE, "target_text": "1" * 99}, "the limit is 15"),
-        ({"text_input": SOURCE, "target_ids": []}, "target"),
-        ({"text_input": SOURCE, "target_ids": [388]}, "388"),
-        ({"text_input": SOURCE, "target_ids": [-1]}, "-1"),
-        ({"text_input": SOURCE, "target_text": 5}, "target_text is 5"),
-        ({"text_input": SOURCE, "target_text": TARGET, "x": 1}, "unknown key x"),
-    ],
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "expected text_input or input_ids"),
+    ({"text_input": SOURCE}, "expected target_text or target_ids"),
+    ({"text_input": SOURCE, "target_text": TARGET, "target_ids": [5]}, "one of them"),
+    ({"input_ids": [5], "target_text": TARGET}, "expected with target_ids"),
+    ({"text_input": "", "target_text": TARGET}, "source is empty"),
+    ({"text_input": SOURCE, "target_text": "1" * 99}, "the limit is 15"),
+    ({"text_input": SOURCE, "target_ids": []}, "target"),
+    ({"text_input": SOURCE, "target_ids": [388]}, "388"),
 )
-def test_what_is_no_pair_is_refused(aligned: Callable[..., None], data: dict[str, Any], told: str) -> None:
-    async def use(served: Served) -> None:
-        found = await served.post("align", data)
-        assert (found.status_code, set(found.json())) == (400, {"error"})
-        assert told in found.json()["error"]
-
-    aligned(use)
 
 
-def test_a_bundle_without_alignment_says_so(serve: Callable[..., None]) -> None:
-    async def use(served: Served) -> None:
+async def test_what_is_no_pair_is_refused(serve: Serve, dates_aligned: Path) -> None:
+    async with serve(bundle=dates_aligned) as served:
+        for data, told in WRONG:
+            found = await served.post("align", data)
+            assert (found.status_code, set(found.json())) == (400, {"error"})
+            assert told in found.json()["error"]
+
+
+async def test_a_bundle_without_alignment_says_so(serve: Serve) -> None:
+    async with serve() as served:
         found = await served.post("align", {"text_input": SOURCE, "target_text": TARGET})
         assert found.status_code == 404
         assert "exported without alignment; export it again with --alignment" in found.json()["error"]
 
-    serve(use)
 
-
-def test_one_is_computed_few_wait_and_the_event_loop_goes_on(
-    aligned: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+async def test_every_alignment_is_counted_as_what_became_of_it(
+    serve: Serve, dates_aligned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, threads = threading.Event(), []
-    compute = Model.align
+    pair = {"text_input": SOURCE, "target_text": TARGET}
+    go_on, threads, compute = threading.Event(), list[threading.Thread](), Model.align
 
     def slow(self: Model, *arguments: Any) -> Any:
         threads.append(threading.current_thread())
         assert go_on.wait(30)
         return compute(self, *arguments)
 
-    monkeypatch.setattr(Model, "align", slow)
+    async with serve(bundle=dates_aligned) as served:
 
-    async def use(served: Served) -> None:
-        data = {"text_input": SOURCE, "target_text": TARGET}
-        tasks = [asyncio.create_task(served.post("align", data)) for _ in range(MAX_WAITING + 3)]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        refused = [one.result() for one in done]
-        assert {one.status_code for one in refused} == {429}
-        assert refused[0].headers["retry-after"] == "1"
-        assert (await served.client.get("/livez")).status_code == 200
-        while not threads:  # the first may be on its way to its thread
-            await asyncio.sleep(0.01)
-        assert len(threads) == 1
-        assert threads[0] is not threading.current_thread()
-        go_on.set()
-        codes = [one.status_code for one in await asyncio.gather(*tasks)]
-        assert (codes.count(200), codes.count(429)) == (MAX_WAITING + 1, 2)
-
-    aligned(use)
-
-
-def test_who_drains_aligns_nothing(aligned: Callable[..., None]) -> None:
-    async def use(served: Served) -> None:
-        await served.engine.drain()
-        found = await served.post("align", {"text_input": SOURCE, "target_text": TARGET})
-        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
-
-    aligned(use)
-
-
-def test_every_alignment_is_counted_as_what_became_of_it(
-    aligned: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = {"text_input": SOURCE, "target_text": TARGET}
-    go_on, compute = threading.Event(), Model.align
-
-    def slow(self: Model, *arguments: Any) -> Any:
-        assert go_on.wait(30)
-        return compute(self, *arguments)
-
-    async def use(served: Served) -> None:
         def counted(outcome: str) -> float:
             found = [
                 sample.value
@@ -167,13 +105,17 @@ def test_every_alignment_is_counted_as_what_became_of_it(
             patch.setattr(Model, "align", slow)
             asked = [asyncio.create_task(served.post("align", pair)) for _ in range(MAX_WAITING + 2)]
             (refused,), rest = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            assert refused.result().status_code == 429
+            assert (refused.result().status_code, refused.result().headers["retry-after"]) == (429, "1")
+            assert (await served.client.get("/livez")).status_code == 200  # the event loop goes on
+            await until(lambda: bool(threads))
+            assert len(threads) == 1
             rest.pop().cancel()
             go_on.set()
             await asyncio.wait(rest)
         assert (await served.post("generate", {"text_input": SOURCE})).status_code == 200
         await served.engine.drain()
-        assert (await served.post("align", pair)).status_code == 503
+        drained = await served.post("align", pair)
+        assert (drained.status_code, drained.headers["retry-after"]) == (503, "1")
         expected = {"ok": MAX_WAITING + 2, "invalid": 2, "queue_full": 1, "cancelled": 1, "draining": 1}
         assert {outcome: counted(outcome) for outcome in expected} == expected
         assert served.metrics.total("tfexport_requests_total", "dates") == sum(expected.values())
@@ -183,18 +125,14 @@ def test_every_alignment_is_counted_as_what_became_of_it(
         assert statistics["inference_stats"]["success"]["count"] == MAX_WAITING + 2
         assert statistics["inference_stats"]["fail"]["count"] == 5
 
-    aligned(use)
 
-
-def test_an_alignment_that_takes_too_long_is_504(dates_aligned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_alignment_that_takes_too_long_is_504(
+    serve: Serve, dates_aligned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(Model, "align", lambda *_: go_on.wait(30))
-
-    async def use() -> None:
-        async with asyncio.timeout(60), serving(dates_aligned, HttpConfig(max_timeout_s=0.1)) as served:
-            found = await served.post("align", {"text_input": SOURCE, "target_text": TARGET})
-            assert found.status_code == 504
-            assert "the 0.1 s of the request were over before it was aligned" in found.json()["error"]
-            go_on.set()
-
-    asyncio.run(use())
+    async with serve(HttpConfig(max_timeout_s=0.1), bundle=dates_aligned) as served:
+        found = await served.post("align", {"text_input": SOURCE, "target_text": TARGET})
+        assert found.status_code == 504
+        assert "the 0.1 s of the request were over before it was aligned" in found.json()["error"]
+        go_on.set()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Mount
 
-from tests.serve.http.served import Served
+from tests.meetings import SAID, TEXTS
+from tests.serve.http.served import OFFERS, Serve
+from tests.serve.http.test_refusals import check
 from tests.serve.served import before_steps
 from tfexport.decode.loop import Loop
 from tfexport.errors import BackendError
 from tfexport.model.model import Model
 
+COPY = {"replace_unknowns": True}
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"max_new_tokens": 4},
@@ -38,8 +38,9 @@ def events(body: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_answers_are_those_of_generate(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
-    async def use(served: Served) -> None:
+async def test_answers_are_those_of_generate(serve: Serve, model: Model, texts: list[str]) -> None:
+    async with serve() as served:
+
         async def ask(text: str, options: dict[str, Any]) -> None:
             answer = await served.post("generate", {"text_input": text, "parameters": options})
             assert answer.status_code == 200, answer.text
@@ -56,15 +57,12 @@ def test_answers_are_those_of_generate(serve: Callable[..., None], model: Model,
 
         await asyncio.gather(*(ask(text, KINDS[index % len(KINDS)]) for index, text in enumerate(texts[:40])))
 
-    serve(use)
 
-
-def test_ids_prefix_id_and_version(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+async def test_ids_prefix_id_and_version(serve: Serve, model: Model, texts: list[str]) -> None:
     assert model.tokenizer
     (source,) = model.tokenizer.encode(texts[:1])
     (expected,) = model.generate_ids([source], prefixes=[[13, 11]])[0]
-
-    async def use(served: Served) -> None:
+    async with serve() as served:
         answer = await served.post("generate", {"input_ids": source, "parameters": {"prefix": [13, 11]}, "id": "a"})
         assert answer.json()["output_ids"] == list(expected.token_ids)
         assert answer.json()["id"] == "a"
@@ -73,17 +71,14 @@ def test_ids_prefix_id_and_version(serve: Callable[..., None], model: Model, tex
         answer = await served.post("versions/1/generate", data)
         assert answer.json()["text_output"] == model.generate(texts[:1], prefixes=["20"])[0].text
 
-    serve(use)
-
 
 @pytest.mark.parametrize("options", [{}, {"prefix": "20"}, {"do_sample": True, "seed": 7}, {"stop_strings": "-0"}])
-def test_pieces_of_a_stream_are_the_text(
-    serve: Callable[..., None], model: Model, texts: list[str], options: dict[str, Any]
+async def test_pieces_of_a_stream_are_the_text(
+    serve: Serve, model: Model, texts: list[str], options: dict[str, Any]
 ) -> None:
     given = {name: value for name, value in options.items() if name != "prefix"}
     expected = [model.generate([text], prefixes=[options.get("prefix", "")], **given)[0] for text in texts[:8]]
-
-    async def use(served: Served) -> None:
+    async with serve() as served:
         asked = (served.post("generate_stream", {"text_input": text, "parameters": options}) for text in texts[:8])
         for answer, one in zip(await asyncio.gather(*asked), expected, strict=True):
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -94,23 +89,18 @@ def test_pieces_of_a_stream_are_the_text(
             assert pieces[-1]["output_ids"] == list(one.token_ids)
             assert pieces[-1]["scores"] == pytest.approx(one.score, abs=1e-5)
 
-    serve(use)
 
-
-def test_ids_are_streamed_one_by_one(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+async def test_ids_are_streamed_one_by_one(serve: Serve, model: Model, texts: list[str]) -> None:
     assert model.tokenizer
     (source,) = model.tokenizer.encode(texts[:1])
-
-    async def use(served: Served) -> None:
+    async with serve() as served:
         *ids, last = events((await served.post("generate_stream", {"input_ids": source})).text)
         assert [one["output_ids"] for one in ids] == [[token] for token in last["output_ids"]]
         assert tuple(last["output_ids"]) == model.generate_ids([source])[0][0].token_ids
 
-    serve(use)
 
-
-def test_after_the_first_event_errors_are_events(
-    serve: Callable[..., None], texts: list[str], monkeypatch: pytest.MonkeyPatch
+async def test_after_the_first_event_errors_are_events(
+    serve: Serve, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = []
 
@@ -119,7 +109,7 @@ def test_after_the_first_event_errors_are_events(
         if len(steps) > 3:
             raise BackendError("the backend has failed")
 
-    async def use(served: Served) -> None:
+    async with serve() as served:
         before_steps(monkeypatch, fail_late)
         answer = await served.post("generate_stream", {"text_input": texts[0]})
         assert answer.status_code == 200
@@ -131,16 +121,56 @@ def test_after_the_first_event_errors_are_events(
         assert (answer.status_code, "has failed" in answer.json()["error"]) == (500, True)
         assert (await served.client.get("/v2/models/dates/ready")).status_code == 503
 
-    serve(use)
+
+async def test_tokens_are_those_of_the_model(serve: Serve, model: Model, texts: list[str]) -> None:
+    assert model.tokenizer
+    (source,) = model.tokenizer.encode(texts[:1])
+    (answer,) = model.generate(texts[:1])
+    async with serve() as served:
+        found = await served.client.post("/tokenize", json={"prompt": texts[0]})
+        assert found.json() == {"tokens": source, "count": len(source), "max_model_len": 64}
+        found = await served.client.post("/detokenize", json={"model": "dates", "tokens": list(answer.token_ids)})
+        assert found.json() == {"prompt": answer.text}
 
 
-def test_another_app_can_mount_it(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
-    async def use(served: Served) -> None:
-        outer = Starlette(routes=[Mount("/models", served.app)])
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url="http://test") as client:
-            answer = await client.post("/models/v2/models/dates/generate", json={"text_input": texts[0]})
-            assert answer.json()["text_output"] == model.generate(texts[:1])[0].text
-            answer = await client.post("/models/v2/models/dates/generate_stream", json={"text_input": ""})
-            assert (answer.status_code, list(answer.json())) == (400, ["error"])
+async def test_what_cannot_be_tokenized_is_refused(serve: Serve) -> None:
+    async with serve() as served:
+        for path, data, status, why in (
+            ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model 'other' is unknown"),
+            ("/tokenize", {"prompt": "a", "model": 5}, 400, "model is 5"),
+            ("/tokenize", {}, 400, "missing key prompt"),
+            ("/tokenize", {"tokens": []}, 400, "unknown key tokens"),
+            ("/tokenize", {"prompt": 5}, 400, "prompt is 5"),
+            ("/tokenize", {"prompt": "a" * 100_000}, 400, "the text has 100000 characters"),
+            ("/detokenize", {"tokens": "a"}, 400, "tokens is 'a'"),
+            ("/detokenize", {"tokens": [-1]}, 400, "tokens has -1"),
+            ("/detokenize", {"tokens": [10**6]}, 400, "tokens has 1000000"),
+        ):
+            check(await served.client.post(path, json=data), status, why)
 
-    serve(use)
+
+async def test_each_endpoint_replaces_unknowns(serve: Serve, meetings: Path) -> None:
+    async with serve(OFFERS, bundle=meetings) as served:
+        for text, said in zip(TEXTS, SAID, strict=True):
+            answer = await served.post("generate", {"text_input": text, "parameters": COPY})
+            assert answer.json()["text_output"] == said
+        inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [len(TEXTS)], "data": TEXTS}]
+        answer = await served.post("infer", {"inputs": inputs, "parameters": COPY})
+        outputs = {output["name"]: output["data"] for output in answer.json()["outputs"]}
+        assert outputs["text_output"] == SAID
+        answer = await served.client.post("/v1/completions", json={"prompt": TEXTS} | COPY)
+        assert [choice["text"] for choice in answer.json()["choices"]] == SAID
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("generate", "replace_unknowns: this bundle was exported without alignment; export it again with --alignment"),
+        ("generate_stream", "stream: replace_unknowns is true, but the alignment is known when the text is whole"),
+    ],
+)
+async def test_where_unknowns_cannot_be_replaced(serve: Serve, path: str, why: str) -> None:
+    async with serve() as served:
+        answer = await served.post(path, {"text_input": TEXTS[0], "parameters": COPY})
+        assert answer.status_code == 400
+        assert why in answer.json()["error"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.serve.http.served import Served
+from tests.serve.http.served import Serve
 from tests.serve.served import Hanging, before_steps, until
 from tfexport.decode.loop import Loop
 from tfexport.serve.app import build_app
@@ -23,7 +22,7 @@ async def codes(client: httpx.AsyncClient, paths: tuple[str, ...]) -> set[int]:
     return {(await client.get(path)).status_code for path in paths}
 
 
-def test_one_of_two_models_that_has_failed_is_for_a_new_process(
+async def test_one_of_two_models_that_has_failed_is_for_a_new_process(
     dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one answers until then."""
@@ -31,66 +30,44 @@ def test_one_of_two_models_that_has_failed_is_for_a_new_process(
     def broken(_: Loop) -> None:
         raise MemoryError("out of memory")
 
-    async def use() -> None:
-        one, two = Engine(dates_bundle, threads=1), Engine(dates_bundle, threads=1)
-        transport = httpx.ASGITransport(build_app({"one": one, "two": two}))
-        async with one, two, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            with monkeypatch.context() as patch:
-                before_steps(patch, broken)
-                assert (await client.post("/v2/models/one/generate", json=ASKED)).status_code == 500
-            assert await codes(client, LIVE) == await codes(client, READY) == {503}
-            told = await client.get("/livez")
-            assert told.headers["retry-after"] == "1"
-            assert "an engine has failed, and the log says why; restart the process" in told.json()["error"]
-            ready = [await codes(client, (f"/v2/models/{name}/ready",)) for name in ("one", "two")]
-            assert ready == [{503}, {200}]
-            assert (await client.post("/v2/models/two/generate", json=ASKED)).json()["text_output"] == "1999-05-03"
-            await one.replace()
-            assert await codes(client, LIVE) == await codes(client, READY) == {200}
-
-    asyncio.run(use())
+    one, two = Engine(dates_bundle, threads=1), Engine(dates_bundle, threads=1)
+    transport = httpx.ASGITransport(build_app({"one": one, "two": two}))
+    async with one, two, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        with monkeypatch.context() as patch:
+            before_steps(patch, broken)
+            assert (await client.post("/v2/models/one/generate", json=ASKED)).status_code == 500
+        assert await codes(client, LIVE) == await codes(client, READY) == {503}
+        told = await client.get("/livez")
+        assert told.headers["retry-after"] == "1"
+        assert "an engine has failed, and the log says why; restart the process" in told.json()["error"]
+        ready = [await codes(client, (f"/v2/models/{name}/ready",)) for name in ("one", "two")]
+        assert ready == [{503}, {200}]
+        assert (await client.post("/v2/models/two/generate", json=ASKED)).json()["text_output"] == "1999-05-03"
+        await one.replace()
+        assert await codes(client, LIVE) == await codes(client, READY) == {200}
 
 
-def test_a_thread_that_hangs_is_not_ready_and_lives(
-    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+async def test_a_thread_that_hangs_is_not_ready_and_after_a_time_not_alive(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def use(served: Served) -> None:
+    async with serve(stall_s=0.2, hang_s=1.2) as served:
         hanging = Hanging(monkeypatch)
         asked = asyncio.ensure_future(served.post("generate", ASKED))
         await until(lambda: hanging.has_begun() and not served.engine.is_ready)
         assert (await codes(served.client, READY), await codes(served.client, LIVE)) == ({503}, {200})
-        hanging.end()
-        assert (await asked).status_code == 200
-        await until(lambda: served.engine.is_ready)
-        assert await codes(served.client, READY) == {200}
-
-    serve(use, stall_s=0.2, hang_s=3600)
-
-
-def test_a_thread_that_hangs_for_long_lives_no_more(
-    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def use(served: Served) -> None:
-        hanging = Hanging(monkeypatch)
-        asked = asyncio.ensure_future(served.post("generate", ASKED))
-        await until(lambda: hanging.has_begun() and not served.engine.is_alive)
+        await until(lambda: not served.engine.is_alive)
         assert await codes(served.client, LIVE) == {503}
         hanging.end()
         assert (await asked).status_code == 200
-        await until(lambda: served.engine.is_alive)
-        assert await codes(served.client, LIVE) == {200}
-
-    serve(use, stall_s=0.2, hang_s=0.2)
+        await until(lambda: served.engine.is_ready)
+        assert (await codes(served.client, READY), await codes(served.client, LIVE)) == ({200}, {200})
 
 
-def test_before_and_after_its_life_an_engine_is_no_reason_to_restart(dates_bundle: Path) -> None:
-    async def use() -> None:
-        engine = Engine(dates_bundle, threads=1)
-        transport = httpx.ASGITransport(build_app({"dates": engine}))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            assert (await codes(client, LIVE), await codes(client, READY)) == ({200}, {503})
-            async with engine:
-                assert (await codes(client, LIVE), await codes(client, READY)) == ({200}, {200})
-            assert (await codes(client, LIVE), await codes(client, READY)) == ({200}, {503})
-
-    asyncio.run(use())
+async def test_before_and_after_its_life_an_engine_is_no_reason_to_restart(dates_bundle: Path) -> None:
+    engine = Engine(dates_bundle, threads=1)
+    transport = httpx.ASGITransport(build_app({"dates": engine}))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        assert (await codes(client, LIVE), await codes(client, READY)) == ({200}, {503})
+        async with engine:
+            assert (await codes(client, LIVE), await codes(client, READY)) == ({200}, {200})
+        assert (await codes(client, LIVE), await codes(client, READY)) == ({200}, {503})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.serve.http.served import Served
+from tests.serve.http.served import Serve
 from tfexport.model.model import Model
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
@@ -109,18 +108,6 @@ def test_options_may_be_inputs(client: Any, model: Model, texts: list[str]) -> N
     assert [one.decode() for one in result.as_numpy("text_output")[:, 0]] == expected
 
 
-def test_the_asynchronous_client(address: str, model: Model, texts: list[str]) -> None:
-    aio = pytest.importorskip("tritonclient.http.aio", reason="aiohttp is not installed")
-
-    async def use() -> list[Any]:
-        async with aio.InferenceServerClient(address) as client:
-            assert await client.is_model_ready("dates")
-            return await asyncio.gather(*(client.infer("dates", [texts_input([text])]) for text in texts[:8]))
-
-    found = [result.as_numpy("text_output").item().decode() for result in asyncio.run(use())]
-    assert found == [model.generate([text])[0].text for text in texts[:8]]
-
-
 def test_the_client_reads_statistics(client: Any, texts: list[str]) -> None:
     before = client.get_inference_statistics("dates", "1")["model_stats"][0]
     client.infer("dates", [texts_input(texts[:3])])
@@ -151,58 +138,46 @@ def ids(**changes: Any) -> dict[str, Any]:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "missing key inputs"),
     ({"inputs": []}, "inputs is []"),
-    ({"inputs": [5]}, "inputs[0] is 5"),
     ({"inputs": [tensor(), tensor()]}, "given twice"),
     ({"inputs": [tensor(), ids()]}, "expected text_input or input_ids"),
     ({"inputs": [tensor(), tensor(name="nonsense")]}, "unknown parameter 'nonsense'"),
     ({"inputs": [tensor(datatype="FP32", data=[1.5])]}, "expected BYTES"),
     ({"inputs": [tensor(datatype="STRING")]}, "inputs[0].datatype is 'STRING'"),
-    ({"inputs": [tensor(datatype=["BYTES"])]}, "inputs[0].datatype is ['BYTES']"),
     ({"inputs": [tensor(data=[5])]}, "text_input has 5, expected BYTES"),
     ({"inputs": [tensor(shape=[2])]}, "has 1 values, its shape is [2]"),
     ({"inputs": [tensor(shape=[0], data=[])]}, "inputs[0].shape[0] is 0"),
     ({"inputs": [tensor(shape=[2**31])]}, "inputs[0].shape[0] is 2147483648"),
     ({"inputs": [tensor(shape=[2**30, 2**30])]}, "its shape is [1073741824, 1073741824]"),
-    ({"inputs": [tensor(shape=[1.0])]}, "inputs[0].shape[0] is 1.0"),
     ({"inputs": [tensor(shape=[1, 1, 1, 1])]}, "inputs[0].shape is [1, 1, 1, 1]"),
     ({"inputs": [tensor(shape=[1, 2], data=["a", "b"])]}, "expected [sources]"),
     ({"inputs": [tensor(shape=[65], data=["a"] * 65)]}, "the limit is 64"),
     ({"inputs": [tensor(parameters={"binary_data_size": 5})]}, "data or binary_data_size"),
     ({"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES"}]}, "data or binary_data_size"),
-    ({"inputs": [tensor(parameters=[])]}, "inputs[0].parameters is []"),
     ({"inputs": [tensor(extra=1)]}, "unknown key inputs[0].extra"),
     ({"inputs": [ids(data=[5, -1])]}, "source has -1, expected ids 0 to"),
     ({"inputs": [ids(data=[5, 2**63])]}, "expected INT64"),
     ({"inputs": [ids(data=[5, 1.5])]}, "expected INT64"),
-    ({"inputs": [ids(data=[True, False])]}, "expected INT64"),
     ({"inputs": [ids(shape=[2])]}, "expected [sources, length]"),
     ({"inputs": [ids(datatype="INT32")]}, "input_ids is INT32, expected INT64"),
     ({"inputs": [ids(datatype="INT8", data=[5, 200])]}, "input_ids has 200, expected INT8"),
-    ({"inputs": [ids(shape=[1, 500], data=[5] * 500)]}, "500 tokens"),
     ({"inputs": [ids(), ids(name="input_lengths", shape=[1], data=[3])]}, "expected 1 of 1 to 2"),
     ({"inputs": [tensor(), tensor(name="prefix", shape=[2], data=["a", "b"])]}, "prefix has 2 texts"),
-    ({"inputs": [tensor(), ids(name="num_beams", shape=[1], data=[0])]}, "num_beams is 0"),
     ({"inputs": [tensor(), ids(name="seed", shape=[1], data=[0])], "parameters": {"seed": 1}}, "expected once"),
     ({"inputs": [tensor()], "parameters": {"sequence_id": 4}}, "unknown key parameters.sequence_id"),
-    ({"inputs": [tensor()], "parameters": {"binary_data_output": 1}}, "parameters.binary_data_output is 1"),
     ({"inputs": [tensor()], "outputs": [{"name": "logits"}]}, "outputs[0].name is 'logits'"),
     ({"inputs": [ids()], "outputs": [{"name": "text_output"}]}, "output 'text_output' does not exist here"),
     ({"inputs": [tensor()], "outputs": [{"name": "scores", "parameters": {"classification": 3}}]}, "classification"),
-    ({"inputs": [tensor()], "id": 5}, "id is 5"),
-    ({"inputs": [tensor()], "model": 5}, "unknown key model"),
 ]
 
 
-def test_wrong_tensors_are_400_and_say_why(serve: Callable[..., None]) -> None:
-    async def use(served: Served) -> None:
+async def test_wrong_tensors_are_400_and_say_why(serve: Serve) -> None:
+    async with serve() as served:
         for data, why in WRONG:
             answer = await served.post("infer", data)
             assert answer.status_code == 400, (data, answer.text)
             assert why in answer.json()["error"]
             assert len(answer.content) < 1200
         assert served.metrics.total("tfexport_requests_total", "dates") == len(WRONG)
-
-    serve(use)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +193,9 @@ def test_wrong_tensors_are_400_and_say_why(serve: Callable[..., None]) -> None:
         (None, b"\x02\0\0\0\xff\xfe", "text 1 is not UTF-8"),
     ],
 )
-def test_wrong_bytes_behind_the_json_are_400(
-    serve: Callable[..., None], said: str | None, binary: bytes, why: str
-) -> None:
+async def test_wrong_bytes_behind_the_json_are_400(serve: Serve, said: str | None, binary: bytes, why: str) -> None:
     head = b'{"inputs":[{"name":"text_input","shape":[1],"datatype":"BYTES","parameters":{"binary_data_size":6}}]}'
-
-    async def use(served: Served) -> None:
+    async with serve() as served:
         headers = {"Inference-Header-Content-Length": said or str(len(head))}
         answer = await served.client.post("/v2/models/dates/infer", content=head + binary, headers=headers)
         assert (answer.status_code, why in answer.json()["error"]) == (400, True), answer.text
-
-    serve(use)

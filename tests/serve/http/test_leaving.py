@@ -6,13 +6,12 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.http.served import Exchange, Served
+from tests.serve.http.served import Exchange, Serve
 from tests.serve.served import before_steps
 from tfexport.decode.loop import Loop
 from tfexport.model.model import Model
@@ -44,10 +43,10 @@ def asked(text: str, path: str = "generate", **options: Any) -> Exchange:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_whoever_goes_away_frees_its_rows(
-    serve: Callable[..., None], model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
+async def test_whoever_goes_away_frees_its_rows(
+    serve: Serve, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    async def use(served: Served) -> None:
+    async with serve() as served:
         steps = Steps(monkeypatch)
         options = {"do_sample": True, "num_return_sequences": 3} if path == "generate" else {}
         gone = asked(texts[0], path, min_new_tokens=14, **options)
@@ -65,14 +64,12 @@ def test_whoever_goes_away_frees_its_rows(
         assert served.engine.num_slots_used == served.engine.num_running == 0
         assert b"finish_reason" not in gone.body
 
-    serve(use)
-
 
 @pytest.mark.parametrize("path", PATHS)
-def test_whoever_goes_away_leaves_the_queue(
-    serve: Callable[..., None], texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
+async def test_whoever_goes_away_leaves_the_queue(
+    serve: Serve, texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    async def use(served: Served) -> None:
+    async with serve(slots=1) as served:
         steps = Steps(monkeypatch)
         first, waits = asked(texts[0], path, min_new_tokens=14), asked(texts[1], path)
         tasks = [asyncio.create_task(one.run(served.app)) for one in (first, waits)]
@@ -85,11 +82,9 @@ def test_whoever_goes_away_leaves_the_queue(
         await tasks[0]
         assert served.metrics.total("tfexport_source_tokens_total", "dates") <= 64  # the second one never joined
 
-    serve(use, slots=1)
 
-
-def test_whoever_leaves_in_the_middle_of_the_body_is_not_asked_for(serve: Callable[..., None]) -> None:
-    async def use(served: Served) -> None:
+async def test_whoever_leaves_in_the_middle_of_the_body_is_not_asked_for(serve: Serve) -> None:
+    async with serve() as served:
         one = asked("3 May 1999")
         one.leave_half_said()
         assert (await one.run(served.app)).status == 499
@@ -97,11 +92,9 @@ def test_whoever_leaves_in_the_middle_of_the_body_is_not_asked_for(serve: Callab
         assert served.metrics.total("tfexport_source_tokens_total", "dates") == 0
         assert served.metrics.total("tfexport_requests_total", "dates") == 1
 
-    serve(use)
 
-
-def test_whoever_reads_nothing_is_given_up(
-    serve: Callable[..., None], texts: list[str], monkeypatch: pytest.MonkeyPatch
+async def test_whoever_reads_nothing_is_given_up(
+    serve: Serve, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Deaf(Exchange):
         async def _send(self, message: Any) -> None:
@@ -109,7 +102,7 @@ def test_whoever_reads_nothing_is_given_up(
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-    async def use(served: Served) -> None:
+    async with serve(HttpConfig(max_send_s=0.1)) as served:
         steps = Steps(monkeypatch)
         deaf = Deaf("/v2/models/dates/generate_stream", asked(texts[0], min_new_tokens=14).content)
         start = time.monotonic()
@@ -119,8 +112,6 @@ def test_whoever_reads_nothing_is_given_up(
         await asyncio.sleep(5 * STEP_S)
         assert len(steps.rows) <= num_steps + 1
         assert served.engine.num_slots_used == 0
-
-    serve(use, HttpConfig(max_send_s=0.1))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tests.serve.http.served import Exchange, Served
+from tests.serve.http.served import Exchange, Serve, Served
 from tests.serve.http.test_generate import KINDS
 from tfexport.model.model import Model
 
-AT_ONCE = 80
+AT_ONCE, NUMBER = 80, 1000
 SENT = (
     *("ok", "ok", "stream", "stream", "invalid", "malformed", "deadline", "leaves", "leaves_stream", "half"),
     *("align", "align_nothing"),
@@ -47,15 +45,12 @@ def became(one: Exchange) -> str:
     return STATUS[one.status]
 
 
-@pytest.mark.parametrize("number", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_outcomes_sum_to_the_requests(
-    serve: Callable[..., None], dates_aligned: Path, model: Model, texts: list[str], number: int
-) -> None:
+async def test_outcomes_sum_to_the_requests(serve: Serve, dates_aligned: Path, model: Model, texts: list[str]) -> None:
     rng = np.random.default_rng(0)
     seen: Counter[str] = Counter()
     expected = {text: model.generate([text])[0].text for text in texts}
+    async with serve(bundle=dates_aligned, max_waiting=32, timeout=300) as served:
 
-    async def use(served: Served) -> None:
         async def ask(index: int) -> None:
             kind, text = SENT[rng.integers(len(SENT))], texts[rng.integers(len(texts))]
             one = request(kind, text, index)
@@ -69,19 +64,17 @@ def test_outcomes_sum_to_the_requests(
                 pieces = [json.loads(line[6:]) for line in one.body.decode().split("\n\n")[:-1]]
                 assert "".join(piece["text_output"] for piece in pieces) == expected[text]
 
-        waiting = iter(range(number))
+        waiting = iter(range(NUMBER))
 
         async def client() -> None:
             for index in waiting:
                 await ask(index)
 
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
-        check(served, seen, number)
-
-    serve(use, bundle=dates_aligned, max_waiting=32, timeout=300)
+        check(served, seen)
 
 
-def check(served: Served, seen: Counter[str], number: int) -> None:
+def check(served: Served, seen: Counter[str]) -> None:
     counted: Counter[str] = Counter()
     gauges: dict[str, Any] = {}
     for family in served.metrics.registry.collect():
@@ -90,7 +83,7 @@ def check(served: Served, seen: Counter[str], number: int) -> None:
                 counted[sample.labels["outcome"]] += int(sample.value)
             if family.type == "gauge":
                 gauges[sample.name] = sample.value
-    assert counted.total() == number
+    assert counted.total() == NUMBER
     assert +counted == seen
     assert set(seen) == set(STATUS.values()), "the mixture has every outcome"
     assert gauges["tfexport_requests_running"] == gauges["tfexport_requests_waiting"] == 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from tests.serve.http.served import Served
+from tests.serve.http.served import Serve
 from tfexport.model.model import Model
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.routes import ui as page
@@ -22,10 +19,9 @@ POLICY = (
 NAMESPACES = {"http://www.w3.org/2000/svg"}
 
 
-def test_every_file_is_served_with_the_policy(serve: Callable[..., None]) -> None:
+async def test_every_file_is_served_with_the_policy(serve: Serve) -> None:
     types = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-
-    async def use(served: Served) -> None:
+    async with serve() as served:
         for path in FOLDER.iterdir():
             found = await served.client.get("/" if path.name == "index.html" else f"/page/{path.name}")
             assert (found.status_code, found.content) == (200, path.read_bytes())
@@ -35,8 +31,6 @@ def test_every_file_is_served_with_the_policy(serve: Callable[..., None]) -> Non
             assert found.headers["referrer-policy"] == "no-referrer"
         for path in ("/page/", "/page/missing.js", "/page/../app.py", "/page/%2e%2e/app.py"):
             assert (await served.client.get(path)).status_code == 404
-
-    serve(use)
 
 
 def test_the_files_refer_to_one_another_and_to_nothing_outside() -> None:
@@ -49,17 +43,15 @@ def test_the_files_refer_to_one_another_and_to_nothing_outside() -> None:
     assert referred == files.keys() - {"index.html"}
 
 
-def test_without_the_page_nothing_of_it_is_there(serve: Callable[..., None]) -> None:
-    async def use(served: Served) -> None:
+async def test_without_the_page_nothing_of_it_is_there(serve: Serve) -> None:
+    async with serve(HttpConfig(ui=False)) as served:
         for path in (*page.PATHS, "/page/models"):
             assert (await served.client.get(path)).status_code == 404
         assert (await served.client.get("/livez")).status_code == 200
 
-    serve(use, HttpConfig(ui=False))
 
-
-def test_it_is_told_what_a_model_is(serve: Callable[..., None], texts: list[str]) -> None:
-    async def use(served: Served) -> None:
+async def test_it_is_told_what_a_model_is(serve: Serve, texts: list[str]) -> None:
+    async with serve(slots=3) as served:
         (told,) = (await served.client.get("/page/models")).json()["models"]
         assert (told["name"], told["state"], told["is_ready"]) == ("dates", "ready", True)
         assert told["facts"]["Longest source"] == "64 tokens"
@@ -70,17 +62,14 @@ def test_it_is_told_what_a_model_is(serve: Callable[..., None], texts: list[str]
         assert 1 <= len(told["examples"]) <= page.NUM_EXAMPLES
         assert set(told["examples"]) <= set(texts)
 
-    serve(use, slots=3)
 
-
-def test_tokens_are_those_of_the_tokenizer(serve: Callable[..., None], model: Model) -> None:
+async def test_tokens_are_those_of_the_tokenizer(serve: Serve, model: Model) -> None:
     assert model.tokenizer
     text = "Thu, 5 Mar 1959"
     (result,) = model.generate([text])
     (source_ids,) = model.tokenizer.encode([text])
     source, target = model.tokenizer.tokens(source_ids, result.token_ids)
-
-    async def use(served: Served) -> None:
+    async with serve() as served:
         found = await served.client.post(
             "/page/models/dates/tokens", json={"text_input": text, "target_ids": list(result.token_ids)}
         )
@@ -91,15 +80,11 @@ def test_tokens_are_those_of_the_tokenizer(serve: Callable[..., None], model: Mo
             "target_tokens": list(target),
         }
 
-    serve(use)
 
-
-@pytest.mark.parametrize("target_ids", [[-1], [388], [2**63], ["1"], "1", None])
-def test_tokens_that_are_none_are_refused(serve: Callable[..., None], target_ids: object) -> None:
-    async def use(served: Served) -> None:
-        data = {"text_input": "1", "target_ids": target_ids}
-        found = await served.client.post("/page/models/dates/tokens", json=data)
-        assert found.status_code == 400
-        assert "t" in found.json()["error"]
-
-    serve(use)
+async def test_tokens_that_are_none_are_refused(serve: Serve) -> None:
+    async with serve() as served:
+        for target_ids in ([-1], [388], [2**63], ["1"], "1", None):
+            data = {"text_input": "1", "target_ids": target_ids}
+            found = await served.client.post("/page/models/dates/tokens", json=data)
+            assert found.status_code == 400
+            assert "t" in found.json()["error"]

@@ -13,11 +13,11 @@ from tests.bundle.made import make
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import ModelSpec, decoder_graph, encoder_graph, key_value_names, reorder_spec
+from tfexport.contract import ModelSpec, decoder_graph, encoder_graph, reorder_spec
 from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.compatibility import Machine
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, engine_key
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, cache_aliases, engine_key
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.store import add_engine
 
@@ -49,14 +49,13 @@ def entry(name: str, spec: ModelSpec, data: bytes) -> PlanEntry:
         "decoder_static": decoder_graph(spec, "static"),
         "reorder": reorder_spec(spec.precision),
     }[name]
-    pasts, presents = (key_value_names(prefix, spec.layers) for prefix in ("past", "present"))
     return PlanEntry(
         file=f"{name}.plan",
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
         inputs=contract.inputs,
         outputs=contract.outputs,
-        aliases=dict(zip(presents, pasts, strict=True)) if name == "decoder_static" else {},
+        aliases=cache_aliases(spec) if name == "decoder_static" else {},
         profiles=make_profiles(spec, "static", RTX).engines[name],
         layers={"MATRIX_MULTIPLY": 3},
     )

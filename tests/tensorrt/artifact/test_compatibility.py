@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.bundle.made import CONTENT, another
 from tests.tensorrt.artifact import stored
 from tests.tensorrt.artifact.stored import L4, MACHINE, RTX, TENSORRT
 from tfexport.bundle.bundle import Bundle
@@ -50,7 +51,6 @@ H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
         (RTX, at(system="Windows", architecture="AMD64")),
         (TENSORRT, MACHINE),
         (TENSORRT, at(gpu=replace(L4, index=1, driver_version="12.8"))),
-        (COMPATIBLE, libraries("10.13.3.9")),
         (COMPATIBLE, libraries("10.16.1.11")),
         (COMPATIBLE, libraries("11.0.0.114")),
         (AMPERE, at(gpu=A10)),
@@ -66,10 +66,8 @@ def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, machine:
     ("config", "machine", "message"),
     [
         (RTX, libraries("1.7.2.1"), "tensorrt-rtx version: built with 1.7.1.116, here is 1.7.2.1; build it again with"),
-        (RTX, libraries("1.7.1"), "tensorrt-rtx version: built with 1.7.1.116, here is 1.7.1;"),
         (TENSORRT, libraries("10.13.4.1"), "tensorrt version: built with 10.13.3.9, here is 10.13.4.1;"),
         (COMPATIBLE, libraries("10.12.0.36"), "tensorrt version: built with 10.13.3.9, here is 10.12.0.36;"),
-        (COMPATIBLE, libraries("9.9.9"), "here is 9.9.9;"),
         (COMPATIBLE, libraries("12.0.0.1"), "here is 12.0.0.1;"),
         (
             RTX,
@@ -92,7 +90,6 @@ def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, machine:
             at(system="Windows", architecture="AMD64"),
             "system: built with Linux x86_64, here is Windows AMD64; build it again with",
         ),
-        (TENSORRT, at(architecture="aarch64"), "system: built with Linux x86_64, here is Linux aarch64;"),
     ],
 )
 def test_what_does_not_fit_is_one_line_with_both_values(
@@ -104,10 +101,8 @@ def test_what_does_not_fit_is_one_line_with_both_values(
     assert "\n" not in explain(found)
 
 
-@pytest.mark.parametrize("name", ["encoder.onnx", "decoder_static.onnx", "weights.safetensors"])
+@pytest.mark.parametrize("name", ["encoder.onnx", "weights.safetensors"])
 def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, name: str) -> None:
-    from tests.bundle.made import CONTENT, another
-
     other = stored.make(tmp_path / "other", {**CONTENT, name: another(name)})
     (found,) = incompatibilities(stored.manifest(bundle), other, MACHINE)
     built, here = (each.manifest.files[name].sha256[:12] for each in (bundle, other))
@@ -116,9 +111,7 @@ def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, nam
 
 
 def test_another_tokenizer_changes_no_engine(bundle: Bundle, tmp_path: Path) -> None:
-    """Engines read ids; those of before name the tokenizer among their sources."""
-    from tests.bundle.made import CONTENT
-
+    """Older engines list it among their sources."""
     manifest = stored.manifest(bundle)
     assert "tokenizer.json" in manifest.sources
     other = stored.make(tmp_path / "other", {**CONTENT, "tokenizer.json": b"something else"})
@@ -126,8 +119,6 @@ def test_another_tokenizer_changes_no_engine(bundle: Bundle, tmp_path: Path) -> 
 
 
 def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp_path: Path) -> None:
-    from tests.bundle.made import CONTENT, another
-
     changed = {name: another(name) for name in ("encoder.onnx", "weights.safetensors")}
     other = stored.make(tmp_path / "other", CONTENT | changed)
     machine = replace(libraries("10.1.0.27"), system="Windows", gpu=T4)
@@ -169,16 +160,7 @@ def test_the_command_that_rebuilds_says_the_same_again(config: EngineConfig, tmp
     assert EngineConfig(**parameters) == config
 
 
-def test_another_gpu_is_added_to_those_that_are_built_for(bundle: Bundle) -> None:
-    (found,) = incompatibilities(
-        stored.manifest(bundle), bundle, at(gpu=replace(L4, name="RTX PRO", compute_capability="12.0"))
-    )
-    words = shlex.split(found.remedy)
-    given = [words[i + 1] for i, word in enumerate(words) if word == "--compute-capability"]
-    assert given == ["8.6", "8.9", "12.0"]
-
-
-def test_a_gpu_without_a_name_has_engines_of_its_own(bundle: Bundle) -> None:
+def test_the_remedy_adds_the_gpu_here_unless_it_has_no_name(bundle: Bundle) -> None:
     """Hopper: TensorRT-RTX builds for it as the GPU at hand, and for no other with it."""
 
     def rebuilt(built: tuple[str, ...], here: str) -> list[str]:
@@ -189,19 +171,16 @@ def test_a_gpu_without_a_name_has_engines_of_its_own(bundle: Bundle) -> None:
 
     on_hopper = stored.manifest(bundle, replace(RTX, compute_capabilities=("9.0",)))
     assert not incompatibilities(on_hopper, bundle, at(gpu=replace(L4, compute_capability="9.0")))
+    assert rebuilt(("8.6", "8.9"), "12.0") == ["8.6", "8.9", "12.0"]
     assert rebuilt(("9.0",), "8.9") == ["8.9"]
     assert rebuilt(("8.6", "8.9"), "9.0") == ["9.0"]
     assert rebuilt(("7.5", "8.6"), "8.9") == ["7.5", "8.6", "8.9"]
 
 
-def test_this_machine_is_looked_at_without_a_library() -> None:
+def test_this_machine_is_described_without_a_library() -> None:
     code = (
         "import sys; from tfexport.tensorrt.compatibility import this_machine; machine = this_machine();"
-        "heavy = {'tensorrt', 'tensorrt_rtx', 'torch', 'onnx'} & set(sys.modules);"
-        "print(machine.system, machine.architecture, sorted(heavy))"
+        "print(machine.system, sorted({'tensorrt', 'tensorrt_rtx', 'torch', 'onnx'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    machine = this_machine()
-    assert done.stdout == f"{machine.system} {machine.architecture} []\n"
-    assert machine.system
-    assert machine.architecture
+    assert done.stdout == f"{this_machine().system} []\n"

@@ -85,17 +85,10 @@ def test_a_manifest_is_read_as_it_was_written(bundle: Bundle, config: EngineConf
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(colour="red"), "unknown key colour"),
-        (lambda data: data.pop("limits"), "missing key limits"),
-        (lambda data: data.update(flags=[6]), "flags is (6,), expected a list of a text"),
-        (lambda data: data.update(flags="noTF32"), "flags is 'noTF32', expected a list"),
-        (lambda data: data["config"].update(target="tensorrt-lite"), "target is 'tensorrt-lite', expected"),
         (lambda data: data["config"].update(target=None), "config.target is null"),
-        (lambda data: data["config"].update(max_batch=True), "max_batch is True, expected a whole number"),
         (lambda data: data["config"].update(compute_capabilities=[]), "config.compute_capabilities is empty"),
         (lambda data: data["config"].update(compute_capabilities=["sm_86"]), "compute_capabilities has 'sm_86'"),
         (older(False, True), "strip_weights is set, and weights are no longer put into plans that lack them; build it"),
-        (lambda data: data["limits"].update(max_candidates=-1), "max_candidates is -1"),
         (lambda data: data["limits"].update(capacities=[4]), "capacities end at 4, expected 16"),
         (lambda data: data["limits"].update(capacities=[16, 16]), "capacities are 16, 16, expected them to ascend"),
         (lambda data: data["limits"].update(capacities=[]), "limits.capacities are (), expected config's, (16,)"),
@@ -104,22 +97,13 @@ def test_a_manifest_is_read_as_it_was_written(bundle: Bundle, config: EngineConf
             "plans are decoder_static, decoder_static_4, encoder, reorder, expected decoder_static, encoder, reorder",
         ),
         (lambda data: data.update(library_version="new"), "library_version is 'new', expected a version"),
-        (lambda data: data["machine"].update(colour="red"), "unknown key machine.colour"),
         (lambda data: data["sources"].update({"encoder.onnx": "abc"}), "sources.encoder.onnx is 'abc', expected 64 h"),
         (lambda data: data.update(sources={}), "sources is empty"),
         (
             lambda data: data["plans"].pop("reorder"),
             "plans are decoder_static, encoder, expected decoder_static, encod",
         ),
-        (
-            lambda data: data["plans"]["encoder"].update(file="../encoder.plan"),
-            "file is '../encoder.plan', expected en",
-        ),
         (lambda data: data["plans"]["encoder"].update(file="/etc/passwd"), "file is '/etc/passwd', expected encoder.p"),
-        (lambda data: data["plans"]["encoder"].update(bytes=-1), "bytes is -1"),
-        (lambda data: data["plans"]["encoder"].update(sha256="x"), "expected 64 hexadecimal digits"),
-        (lambda data: data["plans"]["encoder"].pop("layers"), "missing key plans.encoder.layers"),
-        (lambda data: data["plans"]["encoder"]["layers"].update(GATHER=1.5), "layers.GATHER is 1.5, expected a"),
         (lambda data: data["plans"]["decoder_static"]["profiles"].pop(), "plans.decoder_static has 1 profiles, exp"),
         (
             lambda data: data["plans"]["encoder"]["profiles"][0].pop("source_ids"),
@@ -138,9 +122,7 @@ def test_a_manifest_is_read_as_it_was_written(bundle: Bundle, config: EngineConf
             "expected shapes that ascend from 0",
         ),
         (lambda data: data["plans"]["decoder_static"]["aliases"].update(logits="none"), "aliases has 'logits': 'none'"),
-        (lambda data: data.update(format_version=0), "format_version is 0, expected 1"),
         (lambda data: data.update(format_version=2), "made by a newer tfexport (format 2, this one reads 1)"),
-        (lambda data: data.update(versions={"tfexport": 1}), "versions.tfexport is 1, expected a text"),
     ],
 )
 def test_what_is_wrong_is_named(bundle: Bundle, change: Callable[[dict[str, Any]], object], message: str) -> None:
@@ -183,24 +165,12 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda raw: raw.replace(b'"max_batch": 32', b'"max_batch": 64', 1), "engine.json was changed"),
-        (lambda raw: raw.replace(b": 16", b": NaN", 1), "NaN is no JSON number"),
-        (lambda raw: raw.replace(b'"flags": [', b'"flags": [], "flags": [', 1), "key flags is given twice"),
-        (lambda raw: raw[:-20], "engine.json is not JSON"),
-        (lambda raw: b"[]", "engine.json is [], expected an object"),
-        (lambda raw: raw + b" ", "engine.json was changed"),
-        (lambda raw: b"[" * 100_000, "engine.json is not JSON"),
-        (lambda raw: b"\xff" + raw, "engine.json is not JSON"),
-    ],
+    ("old", "new", "message"),
+    [(b'"max_batch": 32', b'"max_batch": 64', "engine.json was changed"), (b": 16", b": NaN", "NaN is no JSON number")],
 )
-def test_bytes_that_were_changed_are_refused(bundle: Bundle, change: Callable[[bytes], bytes], message: str) -> None:
-    raw = stored.manifest(bundle).to_bytes()
-    assert change(raw) != raw
-    with pytest.raises(BundleError) as caught:
-        EngineManifest.from_bytes(change(raw))
-    assert message in str(caught.value)
+def test_changed_bytes_are_refused(bundle: Bundle, old: bytes, new: bytes, message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        EngineManifest.from_bytes(stored.manifest(bundle).to_bytes().replace(old, new, 1))
 
 
 def test_the_folder_is_named_by_what_was_chosen() -> None:

@@ -63,20 +63,6 @@ def test_an_engine_that_was_changed_and_sealed_again_is_refused(bundle: Bundle) 
         choose_engine(bundle, NAME, MACHINE)
 
 
-def test_the_signature_of_a_bundle_is_none_of_an_engine(bundle: Bundle) -> None:
-    folder = add(bundle, MINE)
-    (folder / "engine.json.sig").write_bytes((bundle.path / "manifest.json.sig").read_bytes())
-    with pytest.raises(EngineError, match=r"engine\.json is signed by none"):
-        choose_engine(bundle, NAME, MACHINE)
-
-
-def test_what_is_no_signature_is_refused_without_keys_too(bundle: Bundle) -> None:
-    folder = add(bundle, MINE)
-    (folder / "engine.json.sig").write_bytes(b"x" * 65)
-    with pytest.raises(EngineError, match=r"engine\.json\.sig has 65 bytes, expected 64"):
-        open_engine(bundle.path, NAME)
-
-
 def test_the_log_is_sealed_with_the_plans(bundle: Bundle) -> None:
     folder = add(bundle, None)
     (folder / "build.log").write_text("INFO build\n")

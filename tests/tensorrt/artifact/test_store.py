@@ -50,21 +50,15 @@ def test_an_engine_is_there_as_it_was_written(bundle: Bundle, engine: Path) -> N
     assert sorted(path.name for path in (bundle.path / "engines").iterdir()) == [NAME]
 
 
-def test_nothing_else_of_the_bundle_is_touched(bundle: Bundle) -> None:
-    before = contents(bundle.path)
-    folder = stored.store(bundle, stored.manifest(bundle))
-    after = contents(bundle.path)
-    assert {name: data for name, data in after.items() if not name.startswith("engines/")} == before
-    assert open_bundle(bundle.path) == bundle
-    shutil.rmtree(folder)
-
-
 def test_an_engine_is_replaced_only_with_force(bundle: Bundle, engine: Path) -> None:
     before = contents(engine)
     with pytest.raises(EngineError, match="exists; replace it with --force"):
         stored.store(bundle, stored.manifest(bundle))
     assert contents(engine) == before
+    (engine / "decoder_static.plan").write_bytes(b"damaged")
+    (engine / "encoder.plan").unlink()
     stored.store(bundle, stored.manifest(bundle, versions={"tfexport": "0.2.0"}), force=True)
+    open_engine(bundle.path, NAME).check_plans()
     assert open_engine(bundle.path, NAME).manifest.versions == {"tfexport": "0.2.0"}
     assert [path.name for path in engine.parent.iterdir()] == [NAME]
 
@@ -72,25 +66,6 @@ def test_an_engine_is_replaced_only_with_force(bundle: Bundle, engine: Path) -> 
 def test_a_name_that_is_taken_is_found_out_before_the_build(bundle: Bundle, engine: Path) -> None:
     with pytest.raises(EngineError, match="--force"), add_engine(bundle.path, NAME, force=False):
         pytest.fail("the build has begun")
-
-
-def test_force_replaces_engines_only(bundle: Bundle, engine: Path) -> None:
-    (engine / "notes.txt").write_text("mine")
-    with pytest.raises(EngineError, match=r"holds more than an engine: 'notes\.txt'"):
-        stored.store(bundle, stored.manifest(bundle), force=True)
-    assert (engine / "notes.txt").read_text() == "mine"
-    shutil.rmtree(engine)
-    engine.write_text("mine")
-    with pytest.raises(EngineError, match=r"is not a directory.*--force replaces engines only"):
-        stored.store(bundle, stored.manifest(bundle), force=True)
-    assert engine.read_text() == "mine"
-
-
-def test_a_damaged_engine_can_be_replaced(bundle: Bundle, engine: Path) -> None:
-    (engine / "decoder_static.plan").write_bytes(b"damaged")
-    (engine / "encoder.plan").unlink()
-    stored.store(bundle, stored.manifest(bundle), force=True)
-    open_engine(bundle.path, NAME).check_plans()
 
 
 def test_what_its_manifest_does_not_name_is_not_replaced(bundle: Bundle, engine: Path) -> None:
@@ -197,23 +172,23 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(raw))
 
 
+def link(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: os.truncate(f / "encoder.plan", 5), "encoder.plan has 5 bytes, expected 12"),
-        (lambda f: (f / "encoder.plan").write_bytes(b""), "encoder.plan has 0 bytes, expected 12"),
         (lambda f: (f / "encoder.plan").unlink(), "encoder.plan is missing"),
         (lambda f: (f / "other.plan").touch(), "'other.plan' is not in engine.json"),
-        (lambda f: (f / "encoder.plan").unlink() or (f / "encoder.plan").mkdir(), "encoder.plan is a directory"),
         (lambda f: (f / "engine.json").unlink(), "engine.json is missing"),
-        (lambda f: flip(f / "engine.json"), "engine.json"),
         (lambda f: os.truncate(f / "engine.json", 99), "engine.json is not JSON"),
         (lambda f: (f / "engine.json").write_bytes(b" " * (4 << 20 | 1)), "has 4194305 bytes, the limit is 4194304"),
         (lambda f: link(f / "encoder.plan"), "'encoder.plan' is a symbolic link"),
         (lambda f: link(f / "engine.json"), "'engine.json' is a symbolic link"),
-        (lambda f: (f / "twin").hardlink_to(f / "encoder.plan"), "'encoder.plan' is a hard link (2 names)"),
-        (lambda f: pipe(f / "encoder.plan"), "'encoder.plan' is neither a file nor a directory"),
-        (lambda f: stored.edit(f / "engine.json", missing_profile), "plans.decoder_static has 1 profiles, expected 2"),
+        (link, "is not a directory"),
     ],
 )
 def test_a_damaged_engine_is_one_line(
@@ -226,20 +201,6 @@ def test_a_damaged_engine_is_one_line(
     assert "\n" not in str(caught.value)
     assert str(engine) in str(caught.value)
     assert open_bundle(bundle.path) == bundle
-
-
-def link(path: Path) -> None:
-    path.rename(path.with_name("moved"))
-    path.symlink_to("moved")
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def missing_profile(data: dict[str, dict[str, dict[str, list[object]]]]) -> None:
-    data["plans"]["decoder_static"]["profiles"].pop()
 
 
 def test_a_flipped_byte_is_found_when_a_plan_is_read(bundle: Bundle, engine: Path) -> None:
@@ -257,13 +218,6 @@ def test_a_link_that_comes_later_is_not_followed(bundle: Bundle, engine: Path) -
     link(engine / "encoder.plan")
     with pytest.raises(EngineError, match=r"encoder\.plan cannot be read"):
         opened.read_plan("encoder")
-
-
-def test_the_folder_of_an_engine_is_no_link(bundle: Bundle, engine: Path) -> None:
-    engine.rename(bundle.path.parent / "elsewhere")
-    engine.symlink_to(bundle.path.parent / "elsewhere")
-    with pytest.raises(EngineError, match="is not a directory"):
-        open_engine(bundle.path, NAME)
 
 
 # ---- choosing

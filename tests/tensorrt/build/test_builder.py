@@ -1,4 +1,4 @@
-"""Building: what TensorRT does without a word is an error or is never done, and the options are what they say."""
+"""Builds of small graphs with TensorRT-RTX, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import pytest
 
 from tests.tensorrt.artifact.stored import L4
 from tests.tensorrt.engine_graphs import add, attention, cache_update, kernels, project
-from tfexport.bundle.manifest import Manifest
 from tfexport.errors import EngineError
-from tfexport.export.passes import fix_capacity
 from tfexport.tensorrt._library import Library, load_library
-from tfexport.tensorrt.build._profiles import make_profiles
-from tfexport.tensorrt.build.builder import SerializedEngine, build_engine, resolve_options
+from tfexport.tensorrt.build.builder import Monitor, SerializedEngine, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
-from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, Profile, ShapeRange
+from tfexport.tensorrt.config import EngineConfig, Profile, ShapeRange
 from tfexport.tensorrt.cuda import find_gpus
 
 pytest.importorskip("tensorrt_rtx")
@@ -70,26 +67,6 @@ def profile_of(rtx: Library, graph: bytes, *, queries: int = 5) -> Profile:
     return {t.name: ShapeRange(shape(t, 8), shape(t, 8), shape(t, 20)) for t in network.inputs}
 
 
-def raw_build(rtx: Library, graph: bytes, change: Any = lambda config: None, profile: Any = None) -> tuple[Any, str]:
-    """Build as the library does by itself; return what it returns, and what it says."""
-    log = rtx.listen()
-    builder = rtx.builder(log)
-    network = builder.create_network(rtx.strongly_typed())
-    parser = rtx.trt.OnnxParser(network, rtx.logger)
-    assert parser.parse(graph)
-    config = builder.create_builder_config()
-    change(config)
-    if profile is not None:
-        made = builder.create_optimization_profile()
-        for name, shapes in profile.items():
-            made.set_shape(name, shapes.min, shapes.opt, shapes.max)
-        assert config.add_optimization_profile(made) == 0
-    return builder.build_serialized_network(network, config), log.reason()
-
-
-# A plan.
-
-
 def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Library) -> None:
     parts: list[float] = []
     network = parse(rtx, add())
@@ -118,29 +95,16 @@ def test_what_the_display_raises_cancels_the_build(rtx: Library, error: BaseExce
     assert len(calls) == 1
 
 
-def test_a_step_and_a_prefill_share_one_engine(rtx: Library, dates_bundle: Path) -> None:
-    spec = Manifest.from_bytes((dates_bundle / "manifest.json").read_bytes()).spec
-    profiles = make_profiles(spec, "static", EngineConfig(max_batch=4)).engines["decoder_static"]
-    path = dates_bundle / "decoder_static.onnx"
-    graph = fix_capacity(path, spec.max_target_length)
-    network = parse(rtx, graph, path)
-    plan = build_engine(network, profiles, resolve_options(rtx, EngineConfig(), None))
-    assert plan.layers["KV_CACHE_UPDATE"] == plan.layers["ATTENTION_INPUT"] == 2 * spec.layers
-    assert sum(line.startswith("INFO Total Activation Memory") for line in plan.log) == len((STEP, PREFILL))
-    assert {t.name for t in network.inputs} == set(profiles[STEP])
-
-
-# The library by itself says nothing, or None.
-
-
-def test_float32_attention_does_not_build_by_itself(rtx: Library) -> None:
-    """The trap that marking attention as decomposable repairs."""
+def test_attention_in_float32_builds(rtx: Library) -> None:
+    """Unless it is marked as decomposable, the library refuses it."""
     graph = attention()
-    profile = profile_of(rtx, graph)
-    memory, reason = raw_build(rtx, graph, profile=profile)
-    assert memory is None
-    assert "is_decomposable" in reason
-    assert build(rtx, graph, profile).layers["ATTENTION_INPUT"] == 1
+    assert build(rtx, graph, profile_of(rtx, graph)).layers["ATTENTION_INPUT"] == 1
+
+
+def test_a_profile_that_the_library_refuses_is_named(rtx: Library) -> None:
+    shapes = ShapeRange((2, 1), (2, 4), (3, 9))
+    assert "profile" in refusal(rtx, add(), {"x": shapes})
+    assert "optimization profile" in refusal(rtx, add())
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -168,64 +132,24 @@ def test_too_little_workspace_gives_the_reason(rtx: Library) -> None:
     assert "workspace" in refusal(rtx, graph, profile_of(rtx, graph, queries=4000), workspace_mib=1)
 
 
-def test_turing_is_told_why_it_cannot_have_float32(rtx: Library) -> None:
-    profile = {"x": ShapeRange((1, 8), (4, 8), (8, 8))}
-    assert "Turing (SM75)" in refusal(rtx, project(), profile, compute_capabilities=("7.5",))
+# Progress.
 
 
-# Profiles that do not fit.
-
-
-@pytest.mark.parametrize(
-    ("profile", "message"),
-    [
-        ({}, "profile 0 has no shapes for x"),
-        ({**ADD, "nobody": ADD["x"]}, "profile 0 has nobody, which is no input"),
-        ({"x": ShapeRange((2, 9), (2, 4), (2, 1))}, "profile 0 gives x (2, 9), (2, 4) and (2, 1) out of order"),
-        ({"x": ShapeRange((2, 1), (2, 4), (3, 9))}, "expected such as (2, -1)"),
-        ({"x": ShapeRange((2,), (2,), (2,))}, "profile 0 gives x the shapes (2,), (2,) and (2,), expected such as"),
-    ],
-)
-def test_a_profile_that_does_not_fit_is_refused_before_the_build(rtx: Library, profile: Profile, message: str) -> None:
-    assert message in refusal(rtx, add(), profile)
-
-
-def test_no_profile_for_an_input_of_free_size_is_refused_by_the_library(rtx: Library) -> None:
-    assert "optimization profile" in refusal(rtx, add())
-
-
-def test_a_shape_input_without_values_is_refused(rtx: Library, dates_bundle: Path) -> None:
-    spec = Manifest.from_bytes((dates_bundle / "manifest.json").read_bytes()).spec
-    step, _ = make_profiles(spec, "concat", EngineConfig()).engines["decoder"]
-    path = dates_bundle / "decoder.onnx"
-    network = parse(rtx, path.read_bytes(), path)
-    for broken, message in (
-        ({name: shapes for name, shapes in step.items() if name != "num_candidates"}, "no shapes for num_candidates"),
-        ({**step, "num_candidates": ShapeRange((1, 1), (1, 1), (9, 9))}, "gives num_candidates the shapes"),
-    ):
-        with pytest.raises(EngineError, match=message):
-            build_engine(network, [broken], resolve_options(rtx, EngineConfig(), None))
-
-
-# Options that are refused, since the library by itself fails or ignores them.
-
-
-def set_flag(rtx: Library, name: str) -> Any:
-    return lambda config: config.set_flag(getattr(rtx.trt.BuilderFlag, name))
-
-
-def test_version_compatibility_does_fail(rtx: Library) -> None:
-    memory, reason = raw_build(rtx, add(), set_flag(rtx, "VERSION_COMPATIBLE"), ADD)
-    assert memory is None
-    assert "lean" in reason
-
-
-def test_hardware_compatibility_is_ignored(rtx: Library) -> None:
-    log = rtx.listen()
-
-    def change(config: Any) -> None:
-        config.hardware_compatibility_level = rtx.trt.HardwareCompatibilityLevel.AMPERE_PLUS
-
-    memory, _ = raw_build(rtx, add(), change, ADD)
-    assert memory is not None
-    assert any("unsupported in TensorRT-RTX" in line for line in log.lines())
+def test_nested_phases_become_one_number_that_never_falls() -> None:
+    shown: list[float] = []
+    monitor = Monitor(shown.append)
+    monitor.phase_start("build", None, 4)
+    monitor.step_complete("build", 0)
+    assert shown[-1] == 1 / 4
+    monitor.phase_start("inner", "build", 2)
+    monitor.step_complete("inner", 0)
+    assert shown[-1] == (1 + 1 / 2) / 4
+    monitor.phase_finish("inner")
+    monitor.step_complete("build", 1)
+    assert shown[-1] == 2 / 4
+    monitor.step_complete("never begun", 3)
+    monitor.phase_start("empty", "build", 0)
+    monitor.step_complete("empty", 0)
+    monitor.step_complete("build", 3)
+    assert shown[-1] == 1
+    assert shown == sorted(shown)

@@ -22,12 +22,6 @@ def rtx() -> Library:
     return load_library("tensorrt-rtx")
 
 
-def refusal(rtx: Library, **settings: Any) -> str:
-    with pytest.raises(EngineError) as caught:
-        resolve_options(rtx, EngineConfig(**settings), None)
-    return str(caught.value)
-
-
 def test_tf32_is_on_by_itself_and_cleared(rtx: Library) -> None:
     config = rtx.builder(rtx.listen()).create_builder_config()
     flags = rtx.trt.BuilderFlag
@@ -42,14 +36,6 @@ def test_tf32_is_on_by_itself_and_cleared(rtx: Library) -> None:
     assert config.num_compute_capabilities == 2
     kinds = rtx.trt.ComputeCapability
     assert [config.get_compute_capability(i) for i in range(2)] == [kinds.SM86, kinds.SM120]
-
-
-def test_what_is_not_asked_for_is_left_to_the_library(rtx: Library) -> None:
-    config, untouched = (rtx.builder(rtx.listen()).create_builder_config() for _ in range(2))
-    apply_options(rtx, config, resolve_options(rtx, EngineConfig(), None))
-    workspace = rtx.trt.MemoryPoolType.WORKSPACE
-    assert config.get_memory_pool_limit(workspace) == untouched.get_memory_pool_limit(workspace)
-    assert config.builder_optimization_level == untouched.builder_optimization_level
 
 
 def test_a_compute_capability_that_the_library_refuses_is_named(rtx: Library) -> None:
@@ -73,7 +59,7 @@ def test_engines_are_built_for_what_is_named_or_there_or_for_all(rtx: Library) -
 HOPPER = replace(L4, name="NVIDIA H100 80GB HBM3", compute_capability="9.0")
 
 
-@pytest.mark.parametrize("wanted", [(), ("9.0",), ("9.0", "9.0")])
+@pytest.mark.parametrize("wanted", [(), ("9.0",)])
 def test_a_gpu_that_the_enum_does_not_name_is_the_one_at_hand(rtx: Library, wanted: tuple[str, ...]) -> None:
     options = resolve_options(rtx, EngineConfig(compute_capabilities=wanted), HOPPER)
     assert options.compute_capabilities == ("9.0",)
@@ -89,7 +75,6 @@ def test_a_gpu_that_the_enum_does_not_name_is_the_one_at_hand(rtx: Library, want
         (("9.0",), None, "or for a GPU at hand, and there is none; choose among them, or --target tensorrt on such a"),
         (("9.0",), L4, "or for the GPU at hand alone; choose among them, or --target tensorrt on such a GPU"),
         (("8.9", "9.0"), HOPPER, "or for the GPU at hand alone; choose among them"),
-        (("10.0",), HOPPER, "or for the GPU at hand alone; choose among them"),
     ],
 )
 def test_it_is_built_for_by_itself_and_only_there(
@@ -111,10 +96,9 @@ def test_a_library_for_the_gpu_at_hand_takes_no_compute_capability() -> None:
 
 
 def test_all_refused_options_are_named_at_once(rtx: Library) -> None:
-    message = refusal(rtx, version_compatible=True, timing_cache="x", hardware_compatibility="ampere_plus")
-    assert message.count(";") >= 3
-    for part in ("hardware compatibility", "--version-compatible", "timing cache"):
-        assert part in message
+    settings = EngineConfig(version_compatible=True, timing_cache="x", hardware_compatibility="ampere_plus")
+    with pytest.raises(EngineError, match=r"hardware compatibility.*--version-compatible.*timing cache"):
+        resolve_options(rtx, settings, None)
 
 
 class Flags:
@@ -134,11 +118,7 @@ def plain_tensorrt(*levels: str) -> Library:
 
 
 def test_tensorrt_takes_what_rtx_does_not() -> None:
-    settings = EngineConfig(
-        version_compatible=True,
-        timing_cache="cache",
-        hardware_compatibility="ampere_plus",
-    )
+    settings = EngineConfig(version_compatible=True, timing_cache="cache", hardware_compatibility="ampere_plus")
     library = plain_tensorrt("NONE", "AMPERE_PLUS")
     options = resolve_options(library, settings, L4)
     assert builder_flags(library, options) == ("noTF32", "VERSION_COMPATIBLE")

@@ -17,7 +17,8 @@ from tfexport.contract import GraphEntry, graph_contract
 from tfexport.errors import ConfigError, EngineError
 from tfexport.tensorrt._library import Library, load_library
 from tfexport.tensorrt.build.resolve import resolve
-from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.config import EngineConfig, EngineLimits
+from tfexport.tensorrt.pipeline import cache_bytes
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
@@ -70,16 +71,6 @@ def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
         for name in ("encoder.onnx", "decoder_static.onnx", "weights.safetensors")
     }
     assert not resolved.is_exported_again
-
-
-def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Library) -> None:
-    assert resolve(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
-    named = EngineConfig(compute_capabilities=("12.0", "8.6"))
-    assert resolve(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
-    hopper = replace(L4, compute_capability="9.0")
-    assert resolve(bundle, EngineConfig(), rtx, hopper).config.compute_capabilities == ("9.0",)
-    with pytest.raises(EngineError, match=r"compute capability 9\.0: .* or --target tensorrt on such a GPU"):
-        resolve(bundle, EngineConfig(compute_capabilities=("9.0",)), rtx, None)
 
 
 def test_the_form_is_one_that_bundle_and_library_have(
@@ -153,3 +144,12 @@ def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Library, capabilities:
 def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Library) -> None:
     resolved = resolve(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
     assert (resolved.options.timing_cache, resolved.config.timing_cache) == ("/tmp/timings", None)
+
+
+def test_the_memory_of_the_caches() -> None:
+    """32 rows, 2 layers of 2 heads with keys and values of 4 floats; 16 target and 16 source tokens."""
+    spec = FACTS["spec"]
+    sizes = EngineLimits(max_batch=32, max_source_length=16, max_target_length=16, max_candidates=10)
+    token = 2 * 2 * (4 + 4) * 4
+    scratch = 32 * 2 * 4 * 4 * 16
+    assert cache_bytes(spec, sizes) == 32 * token * (2 * 16 + 16) + scratch

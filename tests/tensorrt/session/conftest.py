@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,3 +78,11 @@ class Model:
 @pytest.fixture(scope="package")
 def dates(dates_bundle: Path) -> Model:
     return Model(dates_bundle)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _short_collections() -> Iterator[None]:
+    """Keep what is there already out of the many garbage collections of these tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

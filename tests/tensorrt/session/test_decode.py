@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import tfexport
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import SOURCES, Model
 from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
 from tfexport.bundle.bundle import Bundle
-from tfexport.cli import main
 from tfexport.contract import ENCODER, Form
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError
@@ -41,9 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4, "num_return_sequences": 2},
     "odd beams": {"num_beams": 3, "length_penalty": 0.5, "early_stopping": "never"},
-    "filters": {"no_repeat_ngram_size": 2, "min_new_tokens": 3},
     "samples": {"do_sample": True, "top_k": 5, "num_return_sequences": 3, "seed": 1},
-    "short": {"max_new_tokens": 3},
 }
 
 
@@ -162,12 +157,6 @@ def test_an_engine_goes_with_its_backend_and_its_form(on_doubles: Callable[..., 
         on_doubles(backend="trt", device="cuda")
     with pytest.raises(EngineError, match="has no engine slow"):
         on_doubles(backend="trt", engine="slow")
-
-
-def test_a_bundle_without_engines_says_so_on_the_command_line(dates: Model) -> None:
-    result = CliRunner().invoke(main, ["generate", str(dates.path), "--backend", "trt", "1 May 2020"])
-    assert result.exit_code == 1
-    assert re.fullmatch(r"error: .*tfexport trt .*\n", result.stderr), result.stderr
 
 
 class OldContext(FakeContext):

@@ -93,19 +93,6 @@ def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(overlapped:
     ]
 
 
-def test_an_overlapped_step_is_dropped_at_another_length_or_shape(overlapped: tuple[OverlappedStep, Step]) -> None:
-    runner, step = overlapped
-    runner.run(step, ints(10, 20), READ, ints(0, 1))
-    assert step.best(runner.run(step, ints(11, 21), READ, ints(1, 1))).tolist() == [12, 22]
-    assert [(name, lengths) for name, lengths, _ in step.calls][2:] == [("feed", [1, 1]), ("follow 1", [2, 2])]
-    other = Step(step.cuda, step.stream, 6)
-    assert other.best(runner.run(other, ints(12, 22), READ, ints(2, 2))).tolist() == [13, 23]
-    assert [name for name, *_ in other.calls] == ["feed", "follow 1"]
-    runner.drop()
-    assert other.best(runner.run(other, ints(13, 23), READ, ints(3, 3))).tolist() == [14, 24]
-    assert [name for name, *_ in other.calls][2:] == ["feed", "follow 1"]
-
-
 def follow_best(runner: OverlappedStep, step: Step, ids: np.ndarray, first: int, last: int) -> np.ndarray:
     for past_len in range(first, last):
         ids = step.best(runner.run(step, ids, READ, ints(past_len, past_len)))

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.tensorrt.cuda_double import CudaDouble, MisuseError
 from tests.tensorrt.session import trt_double
 from tests.tensorrt.session.trt_double import MODULE, FakeContext, FakeEngine, RtxContext, RtxEngine
-from tfexport.contract import CACHE, ORDER, REORDER, REORDERED
+from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, reorder_spec
 from tfexport.errors import BackendError
+from tfexport.export.reorder import reorder_graph
+from tfexport.tensorrt.config import ShapeRange
 from tfexport.tensorrt.cuda import Cuda
 from tfexport.tensorrt.session._cache import BatchLayout
 
@@ -37,129 +39,64 @@ def test_copies_of_slots_keep_what_every_row_is(data: st.DataObject, width: int,
     assert len(copies) == np.count_nonzero(~stayed)
 
 
-@pytest.fixture(params=[False, True], ids=["late", "at once"])
-def cuda(request: pytest.FixtureRequest) -> CudaDouble:
-    return CudaDouble(prompt=request.param)
-
-
-# The doubles
-
-
 @pytest.fixture
-def engine(cuda: CudaDouble) -> FakeEngine:
-    from tfexport.contract import reorder_spec
-    from tfexport.export.reorder import reorder_graph
-    from tfexport.tensorrt.config import ShapeRange
-
+def context(cuda: CudaDouble) -> FakeContext:
+    """Return a context that is ready to gather [2, 4] → [3, 4], except that its output has no address."""
     profile = {CACHE: ShapeRange((1, 1), (2, 4), (4, 8)), ORDER: ShapeRange((1,), (2,), (4,))}
-    return FakeEngine(REORDER, reorder_graph("fp32"), reorder_spec("fp32"), (profile,), cuda, [], {})
-
-
-class Bench:
-    """A context that is ready to run [2, 4] → [3, 4]."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine, self.cuda = engine, engine.cuda
-        self.stream = self.cuda.stream()
-        self.addresses = {name: self.cuda.allocate(128) for name in (CACHE, ORDER, REORDERED)}
-        self.memory = self.cuda.allocate(engine.device_memory_size_v2)
-        made = engine.create_execution_context(MODULE.ExecutionContextAllocationStrategy.USER_MANAGED)
-        assert made is not None
-        self.context = made
-
-    def prepare(self, *but: str) -> None:
-        context = self.context
-        if "memory" not in but:
-            context.set_device_memory(self.memory, self.engine.device_memory_size_v2)
-        assert context.set_optimization_profile_async(0, self.stream)
-        for name, shape in ((CACHE, (2, 4)), (ORDER, (3,))):
-            if f"shape {name}" not in but:
-                assert context.set_input_shape(name, shape)
-        for name, address in self.addresses.items():
-            if f"address {name}" not in but:
-                assert context.set_tensor_address(name, address)
+    engine = FakeEngine(REORDER, reorder_graph("fp32"), reorder_spec("fp32"), (profile,), cuda, [], {})
+    made = engine.create_execution_context(MODULE.ExecutionContextAllocationStrategy.USER_MANAGED)
+    assert made is not None
+    made.set_device_memory(cuda.allocate(engine.device_memory_size_v2), engine.device_memory_size_v2)
+    assert made.set_optimization_profile_async(0, 0)
+    for name, shape in ((CACHE, (2, 4)), (ORDER, (3,))):
+        assert made.set_input_shape(name, shape)
+        assert made.set_tensor_address(name, cuda.allocate(128))
+    return made
 
 
 @pytest.fixture
-def bench(engine: FakeEngine) -> Bench:
-    return Bench(engine)
+def cuda() -> CudaDouble:
+    return CudaDouble()
 
 
-@pytest.mark.parametrize("but", ["memory", "shape cache", "shape order", "address cache", "address reordered"])
-def test_the_double_does_not_run_while_something_is_missing(bench: Bench, but: str) -> None:
-    bench.prepare(but)
-    assert (but.partition(" ")[2] in bench.context.infer_shapes()) == but.startswith("shape")
-    assert not bench.context.execute_async_v3(bench.stream)
-    assert bench.engine.log
-
-
-def test_the_double_refuses_shapes_and_names(bench: Bench) -> None:
-    bench.prepare()
-    context = bench.context
-    for name, shape in (
-        (CACHE, (5, 4)),
-        (CACHE, (2, 9)),
-        (CACHE, (0, 4)),
-        (CACHE, (2, 4, 1)),
-        (REORDERED, (3, 4)),
-        ("?", (1,)),
-    ):
+def test_the_double_refuses_what_the_library_refuses(cuda: CudaDouble, context: FakeContext) -> None:
+    stream, pinned = cuda.stream(), cuda.pinned((32,), np.float32)
+    assert not context.execute_async_v3(stream), "an address is missing"
+    for name, shape in ((CACHE, (5, 4)), (CACHE, (2, 9)), (CACHE, (2, 4, 1)), (REORDERED, (3, 4)), ("?", (1,))):
         assert context.set_input_shape(name, shape) is False
-    assert context.set_tensor_address("?", 1) is False
-    assert context.set_optimization_profile_async(1, bench.stream) is False
-    assert context.set_optimization_profile_async(0, bench.stream) is True
-    assert context.infer_shapes() == [CACHE, ORDER], "a new profile forgets the shapes"
-    assert bench.engine.create_execution_context(MODULE.ExecutionContextAllocationStrategy.STATIC) is None
-
-
-def test_the_double_refuses_outputs_over_inputs_and_host_addresses(bench: Bench) -> None:
-    bench.prepare()
-    bench.context.set_tensor_address(REORDERED, bench.addresses[CACHE])
-    assert not bench.context.execute_async_v3(bench.stream)
-    assert "lies over" in bench.engine.log[-1]
-    bench.context.set_tensor_address(REORDERED, bench.cuda.pinned((32,), np.float32).ctypes.data)
-    assert not bench.context.execute_async_v3(bench.stream)
-    assert "wrong side" in bench.engine.log[-1]
-
-
-def test_the_double_finds_memory_that_is_too_small_or_freed(bench: Bench) -> None:
-    bench.prepare()
-    bench.context.set_tensor_address(REORDERED, bench.addresses[REORDERED] + 127)
+    for address in (context.get_tensor_address(CACHE), pinned.ctypes.data):  # over an input, and on the host
+        context.set_tensor_address(REORDERED, address)
+        assert not context.execute_async_v3(stream)
+    context.set_tensor_address(REORDERED, cuda.allocate(8))
+    assert context.execute_async_v3(stream)
     with pytest.raises(MisuseError, match="no live device memory"):
-        bench.context.execute_async_v3(bench.stream)
-        bench.cuda.synchronize(bench.stream)
-    bench.cuda.free(bench.addresses[CACHE])
-    assert not bench.context.execute_async_v3(bench.stream)
+        cuda.synchronize(stream)
 
 
-def test_the_double_wants_a_run_before_a_capture_and_the_same_shapes_after(bench: Bench) -> None:
-    bench.prepare()
-    with bench.cuda.capture(bench.stream):
-        assert not bench.context.execute_async_v3(bench.stream)
-    assert bench.context.execute_async_v3(bench.stream)
-    if bench.cuda._streams[bench.stream].waiting:
-        with pytest.raises(MisuseError, match="may still be settling"), bench.cuda.capture(bench.stream):
-            pass
-    bench.cuda.synchronize(bench.stream)
-    with bench.cuda.capture(bench.stream) as graph:
-        assert bench.context.execute_async_v3(bench.stream)
-        for forbidden in (
-            lambda: bench.cuda.synchronize(bench.stream),
-            lambda: bench.cuda.allocate(8),
-            lambda: bench.cuda.free(bench.memory),
-        ):
+def test_the_double_wants_a_run_before_a_capture_and_the_same_shapes_after(
+    cuda: CudaDouble, context: FakeContext
+) -> None:
+    stream = cuda.stream()
+    context.set_tensor_address(REORDERED, cuda.allocate(128))
+    order = cuda.pinned((3,), np.int64)
+    order[:] = 0
+    cuda.upload(context.get_tensor_address(ORDER), order, stream)
+    with pytest.raises(MisuseError, match="may still be settling"), cuda.capture(stream):
+        pass
+    cuda.synchronize(stream)
+    with cuda.capture(stream):
+        assert not context.execute_async_v3(stream)
+    assert context.execute_async_v3(stream)
+    cuda.synchronize(stream)
+    with cuda.capture(stream) as graph:
+        assert context.execute_async_v3(stream)
+        for forbidden in (lambda: cuda.synchronize(stream), lambda: cuda.allocate(8)):
             with pytest.raises(BackendError, match="StreamCapture"):
                 forbidden()
-        strategy = MODULE.ExecutionContextAllocationStrategy.USER_MANAGED
-        assert bench.engine.create_execution_context(strategy) is None
-    order = bench.cuda.pinned((3,), np.int64)
-    order[:] = 0
-    bench.cuda.upload(bench.addresses[ORDER], order, bench.stream)
-    bench.cuda.launch(graph, bench.stream)
-    bench.context.set_input_shape(ORDER, (2,))
+    context.set_input_shape(ORDER, (2,))
+    cuda.launch(graph, stream)
     with pytest.raises(MisuseError, match="shapes have changed"):
-        bench.cuda.launch(graph, bench.stream)
-        bench.cuda.synchronize(bench.stream)
+        cuda.synchronize(stream)
 
 
 def test_the_double_of_cuda_has_the_methods_of_the_real_one() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 import torch
 
@@ -21,8 +20,8 @@ from tfexport.runtime.session import Session, pad_right
 from tfexport.tensorrt.build._profiles import PREFIX_PIECE
 
 # Around one piece and two of them, and many.
-LENGTHS = (1, 15, 16, 17, 31, 33, 100)
-SOURCE_LENGTHS = (7, 3, 1, 12, 5, 9, 2)
+LENGTHS = (1, 15, 16, 17, 33, 100)
+SOURCE_LENGTHS = (7, 3, 1, 12, 5, 9)
 
 
 @pytest.fixture(scope="module")
@@ -90,39 +89,3 @@ def test_a_piece_is_as_long_as_its_profile(once: Once, sources: list[list[int]],
         batch.add(*pad_right(sources[:2], LONG.tokens.pad), [[LONG.tokens.start] + [5] * length] * 2)
         assert cuda.counts[f"enqueue {DECODER[form]}"] == runs
         assert batch.lengths.tolist() == [length] * 2
-
-
-def test_the_static_graph_reads_pieces_of_rows_at_different_positions(once: Once) -> None:
-    """In plain ONNX Runtime: a piece behind 0, 5 and 40 tokens has the logits that PyTorch has of the whole rows."""
-    model, starts = tiny.model(LONG, dtype=torch.float32), np.array([0, 5, 40])
-    graphs, spec = exported(model, once)
-    encoder, decoder = (ort.InferenceSession(graphs[name]) for name in ("encoder", DECODER["static"]))
-    rng = np.random.default_rng(2)
-    ids, mask = rng.integers(3, spec.source_vocab, (3, 9)), np.ones((3, 9), np.bool_)
-    tokens = rng.integers(3, spec.vocab, (3, 40 + PREFIX_PIECE))
-    names = [output.name for output in encoder.get_outputs()]
-    given = dict(zip(names, encoder.run(None, {"source_ids": ids, "source_mask": mask}), strict=True))
-    given |= {"source_mask": mask, "num_candidates": np.array([1])}
-    caches = {
-        tensor.name: np.zeros((3, tensor.shape[1], 96, tensor.shape[3]), np.float32)
-        for tensor in decoder.get_inputs()
-        if tensor.name.startswith("past_")
-    }
-    outputs = [output.name for output in decoder.get_outputs()]
-
-    def read(piece: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        found = decoder.run(outputs, {**given, **caches, "target_ids": piece, "cache_lengths": lengths})
-        results = dict(zip(outputs, found, strict=True))
-        caches.update({name: results[name.replace("past_", "present_")] for name in caches})
-        logits: np.ndarray = results["logits"]
-        return logits
-
-    for begin in range(0, 40, 8):  # what lies behind a row's start is written over by its piece
-        read(tokens[:, begin : begin + 8], np.full(3, begin))
-    piece = np.stack([row[start : start + PREFIX_PIECE] for row, start in zip(tokens, starts, strict=True)])
-    found = read(piece, starts)
-    with torch.no_grad():
-        for row, start in enumerate(starts):
-            whole = torch.from_numpy(tokens[row : row + 1, : start + PREFIX_PIECE])
-            logits = model(torch.from_numpy(ids[row : row + 1]), torch.from_numpy(mask[row : row + 1]), whole)
-            np.testing.assert_allclose(found[row], logits[0, -1].numpy(), atol=2e-5)

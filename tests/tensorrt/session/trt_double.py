@@ -30,13 +30,12 @@ from tfexport.contract import (
     TensorSpec,
     decoder_graph,
     encoder_graph,
-    key_value_names,
     reorder_spec,
 )
 from tfexport.export.reorder import reorder_graph
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.build._profiles import make_profiles
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, decoder_plans
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, cache_aliases, decoder_plans
 from tfexport.tensorrt.session._resources import ITEM_BYTES
 from tfexport.tensorrt.session.session import TrtSession
 
@@ -407,8 +406,7 @@ def make_engines(
 
     engines = {ENCODER: make(ENCODER, graphs[ENCODER], encoder_graph(spec), {})}
     if form:
-        pairs = zip(key_value_names("present", spec.layers), key_value_names("past", spec.layers), strict=True)
-        aliases = dict(pairs) if form == "static" else {}
+        aliases = cache_aliases(spec) if form == "static" else {}
         for name, capacity in decoder_plans(form, profiles.limits).items():
             engines[name] = make(name, graphs[DECODER[form]], decoder_graph(spec, form), aliases, capacity)
         engines[REORDER] = make(REORDER, reorder_graph(spec.precision), reorder_spec(spec.precision), {})

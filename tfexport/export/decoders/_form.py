@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import onnx_ir as ir
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from tfexport.contract import ENCODER
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import StackConfig, TransformerConfig
-from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.switches import SWITCHES
 from tfexport.precision import Precision
 
@@ -60,13 +58,15 @@ class ModuleTraits:
     value_dim: int = 0
 
 
-class TracedCache(Cache, Protocol):
+class TracedCache(Cache):
     """A cache whose buffers are inputs and outputs of a graph.
 
     Attributes:
-        present: one `KeyValue` per layer, complete after every layer has attended.
+        past: one `KeyValue` per layer; not changed.
+        present: filled by `attend`, complete after every layer has attended.
     """
 
+    past: Sequence[KeyValue]
     present: list[KeyValue]
 
 
@@ -93,9 +93,9 @@ class DecoderForm:
     """
 
     supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config
-    cache: Callable[..., TracedCache]
-    cross: Callable[[Sequence[KeyValue], Tensor], Cross] = CrossCache
-    source: Callable[[Tensor], Source] = PaddedSource
+    cache: Callable[..., TracedCache | ConcatCache]
+    cross: Callable[[Sequence[KeyValue], Tensor], Cross] = Cross
+    source: Callable[[Tensor], Source] = Source
     encoder: str = ENCODER
     opset: int | None = None
     portable: bool = True

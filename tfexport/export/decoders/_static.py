@@ -9,51 +9,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tfexport.contract import STATIC_OPSET
-from tfexport.export.decoders._form import DecoderForm
-from tfexport.nn.cache import KeyValue, merge_rows, split_rows
-from tfexport.nn.dot_product import MASK_FILL, dot_product_attention
+from tfexport.export.decoders._form import DecoderForm, TracedCache
+from tfexport.nn.cache import MASK_FILL, Cross, KeyValue, dot_product_attention, merge_rows, split_rows
 
 
-class StaticCache:
+class StaticCache(TracedCache):
     """Buffers of fixed capacity, written in place at each row's own position.
 
     `TensorScatter` (ONNX opset 24) has no PyTorch equivalent, so this cache works only in a trace.
     `tfexport.nn.cache.RowCache` is the same in PyTorch.
-
-    Attributes:
-        past: one `KeyValue` per layer, [rows, kv_heads, capacity, …].
-        present: filled by `attend`, of the same shapes.
-        positions: int64 [rows, target_len].
-        key_len: the capacity.
-        mask: the causal mask over the whole buffer, bool [rows, 1, target_len, capacity].
     """
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:
         """Begin a step of `target_ids` [rows, target_len].
 
-        `cache_lengths`, int64 [rows], is the number of tokens in each row's buffers.
+        `past` are the buffers, [rows, kv_heads, capacity, …]; `cache_lengths`, int64 [rows], is the number of tokens in
+        each row's buffers.
         """
-        self.past, self._cache_lengths, self._rows = past, cache_lengths, target_ids.shape[0]
-        self.present: list[KeyValue] = []
-        self.key_len = past[0].key.shape[2]
-        self.positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1])
-        self.mask = torch.arange(self.key_len) <= self.positions[:, None, :, None]
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None = None,
-        *,
-        scale: float,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Write keys and values into the buffers and attend; see `SelfAttention`."""
-        query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
-        kept = self.update(layer, KeyValue(key, value))
-        return _attention(query, kept, self.mask, bias, scale, softcap)
+        self.past, self._cache_lengths = past, cache_lengths
+        self.present = []
+        positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1])
+        self._begin(target_ids.shape[0], positions, past[0].key.shape[2])
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
         """Write new keys and values [rows, kv_heads, target_len, …]; return the buffers."""
@@ -71,19 +47,17 @@ class StaticCache:
             version=STATIC_OPSET,
         )
 
+    def _context(self, query: Tensor, kept: KeyValue, bias: Tensor | None, scale: float, softcap: float) -> Tensor:
+        return _attention(query, kept, self.mask, bias, scale, softcap)
 
-class StaticCross:
+
+class StaticCross(Cross):
     """Cross-attention in one `Attention` per layer."""
-
-    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
-        """Create it from each layer's keys and values and a bool mask [batch, source_len]."""
-        self.key_values, self.mask = key_values, mask
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `Cross`."""
-        kept = self.key_values[layer]
         query, mask = split_rows(query, self.mask.shape[0]), self.mask[:, None, None, :]
-        return _attention(query, kept, mask, None, scale, softcap)
+        return merge_rows(_attention(query, self.key_values[layer], mask, None, scale, softcap))
 
 
 def _attention(
@@ -96,12 +70,12 @@ def _attention(
     operators, because runtimes disagree whether the operator's `softcap` comes before or after the mask.
     """
     if softcap:
-        return merge_rows(dot_product_attention(query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap))
+        return dot_product_attention(query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap)
     mask = torch.where(mask, 0.0 if bias is None else bias, MASK_FILL).to(query.dtype)
     mask = mask.expand(query.shape[0], -1, query.shape[2], kept.key.shape[2])
     is_grouped = query.shape[1] != kept.key.shape[1]
-    return merge_rows(
-        F.scaled_dot_product_attention(query, kept.key, kept.value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(
+        query, kept.key, kept.value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
     )
 
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from tfexport.contract import ENCODER_CONTRIB
-from tfexport.export.decoders._form import SUPPORTED, DecoderForm, ModuleTraits, unsupported
+from tfexport.export.decoders._form import SUPPORTED, DecoderForm, ModuleTraits, TracedCache, unsupported
 from tfexport.export.passes import join_products
 from tfexport.nn.attention import MultiHeadAttention
-from tfexport.nn.cache import KeyValue
+from tfexport.nn.cache import MASK_FILL, Cross, KeyValue, Source
 from tfexport.nn.config import TransformerConfig
-from tfexport.nn.dot_product import MASK_FILL
 from tfexport.precision import Precision
 
 _DOMAIN = "com.microsoft"
@@ -34,10 +33,7 @@ def supports(traits: TransformerConfig | ModuleTraits, precision: Precision) -> 
         others = ["a layer attends in its own way, not through cache.attend"] if traits.by_hand else []
         others += ["scores are capped"] if traits.softcap else []
     else:
-        has_decoder, others = (
-            traits.decoder is not None,
-            unsupported(traits, _SUPPORTED),
-        )
+        has_decoder, others = traits.decoder is not None, unsupported(traits, _SUPPORTED)
         width, value_width = (traits.d_k("decoder"), traits.d_v("decoder")) if has_decoder else (0, 0)
     if not has_decoder:
         return ["it is an encoder alone"]
@@ -58,16 +54,11 @@ def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
                 yield tuple(f"{name}.{part}.{kind}" for part in ("q", "k", "v"))
 
 
-class ContribCache:
+class ContribCache(TracedCache):
     """The buffers of the static variant, written by the attention operator.
 
-    `GroupQueryAttention` has no PyTorch equivalent, so this cache works only in a trace. It is always causal.
-
-    Attributes:
-        past: one `KeyValue` per layer, [rows, kv_heads, capacity, head_dim].
-        present: filled by `attend`, of the same shapes.
-        positions: int64 [rows, target_len].
-        key_len: the capacity.
+    `GroupQueryAttention` has no PyTorch equivalent, so this cache works only in a trace. It is always causal and has no
+    mask and no `update`.
     """
 
     def __init__(
@@ -80,17 +71,13 @@ class ContribCache:
     ) -> None:
         """Begin a step.
 
-        Args:
-            past: of each layer.
-            target_ids: the new tokens, int64 [rows, target_len].
-            positions: of the new tokens, int64 [rows, target_len].
-            last_position: of the new tokens, int32 [rows].
-            total_length: tokens in the cache after the step, int32 [1].
+        `past` are the buffers, [rows, kv_heads, capacity, head_dim]. `positions`, int64 [rows, target_len], and
+        `last_position`, int32 [rows], are those of the new tokens. `total_length`, int32 [1], counts the tokens in the
+        cache after the step.
         """
-        self.past, self.positions = past, positions
+        self.past, self.present = past, []
+        self.positions, self.key_len = positions, past[0].key.shape[2]
         self._last_position, self._total_length = last_position, total_length
-        self.present: list[KeyValue] = []
-        self.key_len = past[0].key.shape[2]
 
     def attend(
         self,
@@ -128,15 +115,11 @@ class ContribCache:
         return (None, None, None, shorter)  # after the rotary tables: the rotation is already applied
 
 
-class ContribCross:
+class ContribCross(Cross):
     """Cross-attention with the beams of a source as query positions.
 
     Therefore no key is repeated.
     """
-
-    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
-        """Create it from each layer's keys and values and a bool mask [batch, source_len]."""
-        self.key_values, self.mask = key_values, mask
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `Cross`."""
@@ -151,12 +134,8 @@ class ContribCross:
         return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class ContribSource:
+class ContribSource(Source):
     """Self-attention of source tokens; the operator splits the heads."""
-
-    def __init__(self, mask: Tensor) -> None:
-        """Set the mask, bool [batch, source_len]."""
-        self.mask = mask
 
     def attend(
         self,

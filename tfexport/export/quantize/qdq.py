@@ -52,7 +52,7 @@ def quantize_graphs(
 
     Args:
         source: directory of the graphs and of their weight files.
-        graphs: to read, by name; all that share weights.
+        graphs: all that share weights, by name.
         directory: another directory; receives the graphs under their file names and `weights.bin`.
         weights: the narrow type.
         report: receives progress lines.

@@ -1,7 +1,6 @@
-"""Draft layouts for a state dict from its names, indices and shapes.
+"""Draft layouts for a state dict from its names, indices and shapes, without knowledge of particular projects.
 
-The module knows no particular project. If names are ambiguous, it drafts every reading, and reference outputs decide
-between them. `layers` reads the lists of layers. This module reads embeddings, position tables and all other modules.
+`_layers` reads the lists of layers. This module reads embeddings, position tables and all other modules.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ _UNUSUAL = 1.5 * POSSIBLE
 # Rows that a learned table may have before position 0: the padding id plus 1, as in fairseq, or one row.
 _OFFSETS = (2, 1)
 _DERIVED_LENGTH = 1024
-_ROTARY = Reading((), arch=(("positions", "rotary"),))
+_ROTARY = Reading(arch={"positions": "rotary"})
 # A model has few embeddings, tables, norms and outputs; among more modules they cannot be identified.
 _MAX_OUTSIDE = 200
 # Each norm has several possible places, so further norms are not read.
@@ -52,26 +51,19 @@ _ORDER = (
 )
 
 
-@dataclass(frozen=True)
-class _Draft:
-    choices: tuple[Choice, ...]
-    arch: Mapping[str, Value]
-    derive: Mapping[str, str]
-    ignored: tuple[str, ...]
-    cost: float
+# A draft is one choice for each group of modules.
+_Draft = tuple[Choice, ...]
 
-    def picked(self, picks: Sequence[int]) -> list[Reading]:
-        return [choice[pick] for choice, pick in zip(self.choices, picks, strict=True)]
 
-    def with_fold(self, lines: re.Pattern[str], fold: str, cost: float) -> _Draft:
-        choices = tuple(
-            tuple(
-                replace(one, lines=tuple(f"{line} |> {fold}" if lines.search(line) else line for line in one.lines))
-                for one in choice
-            )
-            for choice in self.choices
-        )
-        return replace(self, choices=choices, cost=self.cost + cost)
+def _and(draft: _Draft, cost: float, arch: Mapping[str, Value] | None = None) -> _Draft:
+    return (*draft, (Reading(cost=cost, arch=arch or {}),))
+
+
+def _with_fold(draft: _Draft, lines: re.Pattern[str], fold: str, cost: float) -> _Draft:
+    def folded(one: Reading) -> Reading:
+        return replace(one, lines=tuple(f"{line} |> {fold}" if lines.search(line) else line for line in one.lines))
+
+    return _and(tuple(tuple(map(folded, choice)) for choice in draft), cost)
 
 
 def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name: str = "found") -> Iterator[Layout]:
@@ -87,22 +79,25 @@ def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name:
     seen = set[tuple[int, tuple[int, ...]]]()
     drafted = set[object]()
 
+    def picked(number: int, picks: Sequence[int]) -> list[Reading]:
+        return [choice[pick] for choice, pick in zip(found[number], picks, strict=True)]
+
     def push(number: int, picks: tuple[int, ...]) -> None:
         if (number, picks) not in seen:
-            cost = found[number].cost + sum(reading.cost for reading in found[number].picked(picks))
+            cost = sum(reading.cost for reading in picked(number, picks))
             heapq.heappush(heap, (cost, len(seen) if any(picks) else 0, number, picks))
             seen.add((number, picks))
 
     for number, draft in enumerate(found):
-        push(number, (0,) * len(draft.choices))
+        push(number, (0,) * len(draft))
     while heap:
         _, _, number, picks = heapq.heappop(heap)
-        layout = _layout(found[number], found[number].picked(picks), name)
+        layout = _layout(picked(number, picks), name)
         text = (layout.map, frozenset(layout.arch.items()), tuple(layout.derive.items()), layout.post, layout.ignore)
         if text not in drafted:
             drafted.add(text)
             yield layout
-        for place, choice in enumerate(found[number].choices):
+        for place, choice in enumerate(found[number]):
             if picks[place] + 1 < len(choice):
                 push(number, (*picks[:place], picks[place] + 1, *picks[place + 1 :]))
 
@@ -173,45 +168,40 @@ class _Outline:
                 continue
         found += self._sums(found[0])
         if self.golden is not None and self._are_gains_around_zero():  # stored less 1
-            found = [
-                *(draft.with_fold(_GAIN, "add 1", LIKELY) for draft in found),
-                *(replace(draft, cost=draft.cost + POSSIBLE) for draft in found),
+            found = [_with_fold(draft, _GAIN, "add 1", LIKELY) for draft in found] + [
+                _and(draft, POSSIBLE) for draft in found
             ]
-        tables = [
-            line for choice in found[0].choices for line in choice[0].lines if _TABLE.search(line) and " = " not in line
-        ]
+        tables = [line for choice in found[0] for line in choice[0].lines if _TABLE.search(line)]
         if any(not is_position_table(self.tensors[line.partition(" -> ")[0]]) for line in tables):
-            found += [draft.with_fold(_TABLE, "mul d_model ** -0.5", 2 * POSSIBLE) for draft in found]
+            found += [_with_fold(draft, _TABLE, "mul d_model ** -0.5", 2 * POSSIBLE) for draft in found]
         return found
 
     def _draft(self, style: Style) -> _Draft:
-        read, outside = self._layers(style), self.outside
-        choices = [choice for layer in read.values() for choice in layer.choices]
+        outside = self.outside
+        choices = [choice for layer in self._layers(style).values() for choice in layer.choices]
         final_ones: Choice = ()
         if any(line.endswith(" = ones") for choice in choices for line in choice[0].lines) and not outside.has_norm:
             # If the norms of the layers have no parameters, there may also be such norms after the layers.
-            ones = tuple(f"derive {side}.norm.weight = ones" for side in read)
-            final_ones = (Reading(()), Reading(ones, POSSIBLE))
+            ones = tuple(f"derive {side}.norm.weight = ones" for side in self.sides)
+            final_ones = (Reading(), Reading(ones, POSSIBLE))
         has_bias = bool(self.biases.lines)
         tables = () if outside.has_table or has_bias else self._computed_tables()
         choices += [*outside.choices, (self.biases,), tables, self._start(), final_ones]
-        choices = [choice for choice in choices if choice]
-        lines = [line for choice in choices for line in choice[0].lines]
+        lines = [line for choice in choices if choice for line in choice[0].lines]
         arch: dict[str, Value] = {
             "norm": "layernorm" if any(re.search(r" -> .*norm.*\.bias", line) for line in lines) else "rms",
             "norm_eps": 1e-5,
             "norm_place": "post",
             "activation": "relu",
-            "feed_forward": "glu" if any(layer.has_gate for layer in read.values()) else "mlp",
+            "feed_forward": "mlp",
             "relative_bias": "t5" if has_bias else "none",
             "positions": "none" if has_bias and not outside.has_table else "table",
-            "qk_norm": next(iter(read.values())).qk_norm,
+            "qk_norm": "none",
         }
         if not outside.has_table:
             arch["max_length"] = _DERIVED_LENGTH
-        unread = [*(part for layer in read.values() for part in layer.unread), *outside.unread]
-        ignored = (*self.ignored, *self.dead, *(key for part in unread for key in part.keys))
-        return _Draft(tuple(choices), arch, outside.derive, ignored, POSSIBLE * len(unread) + style.cost)
+        usual = Reading(tuple(outside.derive), style.cost, (*self.ignored, *self.dead), arch)
+        return ((usual,), *(choice for choice in choices if choice))
 
     def _sums(self, draft: _Draft) -> list[_Draft]:
         # DeepNet takes the factor on x from the number of layers.
@@ -221,14 +211,14 @@ class _Outline:
             deep = (0.81 * (counts[0] ** 4 * counts[1]) ** (1 / 16), (3 * counts[1]) ** 0.25)
 
         def scaled(draft: _Draft, factors: Sequence[float], cost: float) -> _Draft:
-            arch = {f"{side}.residual_scale": factor for side, factor in zip(self.sides, factors, strict=True)}
-            return replace(draft, arch={**draft.arch, **arch}, cost=draft.cost + cost)
+            pairs = zip(self.sides, factors, strict=True)
+            return _and(draft, cost, {f"{side}.residual_scale": factor for side, factor in pairs})
 
-        both = draft.with_fold(_ADDED, f"mul {_ON_BOTH!r}", _UNUSUAL)
+        both = _with_fold(draft, _ADDED, f"mul {_ON_BOTH!r}", _UNUSUAL)
         return [
             *(scaled(draft, (factor,) * len(counts), _UNUSUAL) for factor in _ON_X),
             scaled(draft, deep, _UNUSUAL),
-            *(draft.with_fold(_ADDED, f"mul {factor!r}", _UNUSUAL) for factor in _ON_ADDED),
+            *(_with_fold(draft, _ADDED, f"mul {factor!r}", _UNUSUAL) for factor in _ON_ADDED),
             scaled(both, (_ON_BOTH,) * len(counts), 0),
         ]
 
@@ -264,27 +254,25 @@ class _Outline:
         golden = self.golden
         if golden is None or golden.target_ids is None or set(golden.target_ids[:, 0].tolist()) != {golden.pad_target}:
             return ()
-        return Reading((f"post dec.embed.weight |> zero_row {golden.pad_target}",)), Reading((), POSSIBLE)
+        return Reading((f"post dec.embed.weight |> zero_row {golden.pad_target}",)), Reading(cost=POSSIBLE)
 
 
-def _layout(draft: _Draft, picked: Sequence[Reading], name: str) -> Layout:
+def _layout(picked: Sequence[Reading], name: str) -> Layout:
     lines = [line for one in picked for line in one.lines]
-    derived = [line.removeprefix("derive ") for line in lines if line.startswith("derive ")]
-    post = [line.removeprefix("post ") for line in lines if line.startswith("post ")]
-    derive = {**draft.derive, **dict(line.split(" = ") for line in derived)}
-    arch = {**draft.arch, **{key: value for one in picked for key, value in one.arch}}
+    kinds = {kind: [line for line in lines if line.startswith(kind)] for kind in ("derive ", "post ")}
+    derive = dict(line.removeprefix("derive ").split(" = ") for line in kinds["derive "])
+    arch = {key: value for one in picked for key, value in one.arch.items()}
     arch |= {f"{side}.final_norm": any(f" {side}.norm." in line for line in lines) for side in ("enc", "dec")}
     arch["embedding_norm"] = any(".emb_norm." in line for line in lines)
     if any(text.startswith("attr ") for text in derive.values()):
         arch.pop("max_length", None)  # the recorded table has a length
-    ignored = (*draft.ignored, *(key for one in picked for key in one.ignored))
     return Layout(
         name=name,
-        map=compress([_bounded(line) for line in lines if not line.startswith(("derive ", "post "))]),
+        map=compress([_bounded(line) for line in lines if not line.startswith(tuple(kinds))]),
         arch=arch,
         derive=derive,
-        post=tuple(post),
-        ignore=tuple(re.sub(r"\{.*?\}", "*", key) for key in ignored),
+        post=tuple(line.removeprefix("post ") for line in kinds["post "]),
+        ignore=tuple(re.sub(r"\{.*?\}", "*", key) for one in picked for key in one.ignored),
     )
 
 
@@ -349,7 +337,7 @@ def _listed(parts: Sequence[Part]) -> str:
 
 
 class _Outside:
-    # `derive` has the tensors without a key of their own, `unread` the modules without a reading.
+    # `derive` has the lines of tensors without a key of their own.
     def __init__(
         self,
         parts: Sequence[Part],
@@ -363,7 +351,7 @@ class _Outside:
         self.largest_id = int(golden.source_ids.max()) if golden is not None else 0
         self.skip = of.common(key.split(".") for key in tensors)
         self.choices: list[Choice] = []
-        self.derive: dict[str, str] = {}
+        self.derive: list[str] = []
         tables = [part for part in parts if self._is_table(part, parts)]
         transposed = [part for part in parts if self._is_transposed(part)]
         wide = [part for part in parts if part not in tables and part.is_matrix and part.shape[-1] == d_model]
@@ -375,14 +363,15 @@ class _Outside:
         tables = tables or self._likely_tables(embeddings)
         self._embeddings([part for part in embeddings if part not in tables])
         if "dec" in sides:
-            self._outputs(outputs, [part for part in parts if self._is_logit_bias(part)])
+            self._outputs(outputs, [p for p in parts if p.weight is None and p.is_vector and self._is_vocab(p)])
         self._tables(tables)
         self._norms([part for part in parts if self._is_norm(part)])
-        self.lines = [line for choice in self.choices for reading in choice for line in reading.lines]
-        used = {line.split(" ->")[0] for line in self.lines}
-        self.unread = [part for part in parts if not set(part.keys) & used]
-        self.has_table = any(_target(line).endswith(".pos") for line in self.lines)
-        self.has_norm = any(".norm." in line for choice in self.choices for line in choice[0].lines)
+        lines = [line for choice in self.choices for reading in choice for line in reading.lines]
+        used = {line.split(" ->")[0] for line in lines}
+        self.has_table = any(_target(line).endswith(".pos") for line in lines)
+        self.has_norm = any(".norm." in line for choice in self.choices if choice for line in choice[0].lines)
+        self.choices = [choice for choice in self.choices if choice]
+        self.choices.append((of.unread([part for part in parts if not set(part.keys) & used]),))
 
     def _side(self, part: Part) -> str | None:
         return of.side(".".join(part.keys[0].split(".")[self.skip :])) if len(self.sides) > 1 else "enc"
@@ -419,9 +408,9 @@ class _Outside:
         is_enough = len(self.sides) < len(embeddings) or is_joint
         return small or (silent if len(silent) <= len(self.sides) and is_enough else [])
 
-    def _is_logit_bias(self, part: Part) -> bool:
+    def _is_vocab(self, part: Part) -> bool:
         size = max(part.shape, default=1)
-        return part.weight is None and part.is_vector and size != 1 and self.vocab in (None, size)
+        return size != 1 and self.vocab in (None, size)
 
     def _is_norm(self, part: Part) -> bool:
         size = max(part.shape, default=1)
@@ -457,21 +446,20 @@ class _Outside:
             free = free[1:]
         if free and len(self.sides) == 2:
             other = "enc" if free == ["dec"] else "dec"
-            self.derive[f"{free[0]}.embed.weight"] = f"tie {other}.embed.weight"
+            self.derive.append(f"derive {free[0]}.embed.weight = tie {other}.embed.weight")
 
     def _are_same(self, one: Part, other: Part) -> bool:
         return torch.equal(self.tensors[one.weight or ""], self.tensors[other.weight or ""])
 
     def _outputs(self, outputs: Sequence[Part], biases: Sequence[Part]) -> None:
         if not outputs:
-            self.derive["out.weight"] = "tie dec.embed.weight"
+            self.derive.append("derive out.weight = tie dec.embed.weight")
         readings = []
         for cost, part in enumerate(outputs):
-            op = "squeeze" if len(part.shape) > 2 else "transpose" if self._is_transposed(part) else ""
+            ops = ["squeeze"] if len(part.shape) > 2 else ["transpose"] if self._is_transposed(part) else []
             others = tuple(key for other in outputs if other is not part for key in other.keys)
-            readings.append(Reading(part.lines("out", *filter(None, [op]), bias_ops=()), cost, others))
-        if readings:
-            self.choices.append(tuple(readings))
+            readings.append(Reading(part.lines("out", *ops, bias_ops=()), cost, others))
+        self.choices.append(tuple(readings))
         if biases and not any(part.bias for part in outputs):
             self.choices.append((Reading((f"{biases[0].bias} -> out.bias |> squeeze",)),))
 
@@ -484,15 +472,14 @@ class _Outside:
             if side not in given and unnamed:
                 given[side] = unnamed.pop(0)
             if side in given:
-                self.choices.append(self._table_choice(given[side], side))
+                key, shape = given[side].weight or "", given[side].shape
+                line = f"{key} -> {side}.pos" + (" |> squeeze" if len(shape) > 2 else "")
+                cost = FAR if is_position_table(self.tensors[key]) else POSSIBLE
+                offsets = (Reading((f"{line} |> slice {rows}",), cost) for rows in _OFFSETS)
+                self.choices.append((Reading((line,)), *offsets))
         for side, other in (("enc", "dec"), ("dec", "enc")):
             if side in given and other in self.sides and other not in given:
-                self.derive[f"{other}.pos"] = f"tie {side}.pos"
-
-    def _table_choice(self, part: Part, side: str) -> Choice:
-        line = f"{part.weight} -> {side}.pos" + (" |> squeeze" if len(part.shape) > 2 else "")
-        cost = FAR if is_position_table(self.tensors[part.weight or ""]) else POSSIBLE
-        return (Reading((line,)), *(Reading((f"{line} |> slice {rows}",), cost) for rows in _OFFSETS))
+                self.derive.append(f"derive {other}.pos = tie {side}.pos")
 
     def _norms(self, norms: Sequence[Part]) -> None:
         # A norm follows the embedding or the last layer, of one side or of both, or it is not used.
@@ -505,8 +492,7 @@ class _Outside:
             if len(set(targets)) == len(targets) and embedded in (set(), set(self.sides)):
                 ignored = tuple(key for reading in picked for key in reading.ignored)
                 readings.append(Reading(lines, sum(one.cost for one in picked), ignored))
-        if norms and readings:
-            self.choices.append(tuple(sorted(readings, key=lambda reading: reading.cost)))
+        self.choices.append(tuple(sorted(readings, key=lambda reading: reading.cost)))
 
     def _norm_places(self, part: Part, norms: Sequence[Part]) -> list[Reading]:
         is_embedding = part.about(of.EMBEDDING)
@@ -527,7 +513,7 @@ class _Outside:
                 kinds = [kind for key, kind in ((part.weight, "weight"), (part.bias, "bias")) if key is not None]
                 tied = (f"derive dec.{place}.{kind} = tie enc.{place}.{kind}" for kind in kinds)
                 options.append(Reading((*part.norm_lines(f"enc.{place}"), *tied), cost + more))
-        return [*sorted(options, key=lambda reading: reading.cost), Reading((), 2 * FAR, tuple(part.keys))]
+        return [*sorted(options, key=lambda reading: reading.cost), Reading(cost=2 * FAR, ignored=tuple(part.keys))]
 
 
 def _target(line: str) -> str:

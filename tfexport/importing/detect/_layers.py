@@ -1,7 +1,4 @@
-"""Find the layers of a state dict and the role of each module, by name and shape.
-
-Names and shapes often allow several readings. Each has a cost, and reference outputs decide between them.
-"""
+"""Find the layers of a state dict and the role of each module, by name and shape."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tfexport.nn.switches import QkNorm, Value
+from tfexport.nn.switches import Value
 
 Shape = tuple[int, ...]
 # Costs of readings; the lowest cost comes first.
@@ -72,10 +69,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def words(name: str) -> tuple[str, ...]:
-    """Split a name at dots, underscores, digits and capitals.
-
-    "W_q.selfAttn1" gives w, q, self, attn, 1.
-    """
+    """Split a name at dots, underscores, digits and capitals: "W_q.selfAttn1" gives w, q, self, attn, 1."""
     return tuple(word.lower() for word in _WORD.findall(name))
 
 
@@ -87,10 +81,7 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def side(name: str) -> str | None:
-    """Return the side that a name shows, "enc" or "dec", or None.
-
-    The first component with words of only one side decides.
-    """
+    """Return "enc" or "dec" by the first component with words of only one side, or None."""
     for component in name.split("."):
         found = words(component)
         is_decoder = bool(DECODER.intersection(found)) or any(_DECODES.match(word) for word in found)
@@ -106,10 +97,9 @@ def common(names: Iterable[Sequence[str]]) -> int:
 
 
 def leaf_field(key: str) -> tuple[str, str]:
-    """Split the last component of a key into owner and kind.
+    """Split the last component of a key into owner and kind, which is "weight", "bias" or, if unknown, "".
 
-    The kind is "weight", "bias" or, if it is unknown, "". "in_proj_bias" gives ("in proj", "bias"), "W_q" gives ("q",
-    "weight"), and "gamma" gives ("", "weight").
+    "in_proj_bias" gives ("in proj", "bias"), "W_q" gives ("q", "weight"), and "gamma" gives ("", "weight").
     """
     found = list(words(key.rpartition(".")[2]))
     for position in (-1, 0):
@@ -130,10 +120,7 @@ def fused_order(found: Iterable[str]) -> str | None:
 
 
 def attention_role(found: Sequence[str]) -> str | None:
-    """Return the projection that the words name, or None.
-
-    It is q, k, v, o, or the fused kv or qkv. The last matching word decides.
-    """
+    """Return the projection q, k, v, o, kv or qkv that the last matching word names, or None."""
     if {"q", "k", "v"} <= set(found) or tuple(found[-2:]) == ("in", "proj"):
         return "qkv"
     if {"k", "v"} <= set(found):
@@ -152,10 +139,9 @@ def attention_role(found: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One module: a matrix or a gain, with its bias.
+    """A matrix or a gain, with its bias; `shape` is that of the bias if there is no weight.
 
-    Layer indices in `path` are written "{i}", "{2i+1}" and so on. `shape` is that of the bias if there is no weight.
-    `place` counts the modules before this one.
+    Layer indices in `path` are written "{i}", "{2i+1}" and so on. `place` counts the modules before this one.
     """
 
     path: tuple[str, ...]
@@ -167,43 +153,35 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Path as text."""
         return ".".join(self.path)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Words of the path, without layer indices."""
         return words(_INDEX.sub("", self.name))
 
     def about(self, vocabulary: frozenset[str]) -> bool:
-        """Return whether the name has one of these words."""
         return bool(vocabulary.intersection(self.words))
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the weight and the bias."""
         return [key for key in (self.weight, self.bias) if key is not None]
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight is a matrix, which may have a third axis for heads."""
+        # There may be a third axis for heads.
         return self.weight is not None and sum(size > 1 for size in self.shape) in (2, 3)
 
     @property
     def is_vector(self) -> bool:
-        """Whether at most one axis is longer than 1, as in a norm."""
         return sum(size > 1 for size in self.shape) <= 1
 
     def lines(self, target: str, *ops: str, bias_ops: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Return the lines that map weight and bias to a canonical module.
-
-        A bias takes `ops` if `bias_ops` is None.
-        """
+        """Map weight and bias to a canonical module; a bias takes `ops` if `bias_ops` is None."""
         kinds = ((self.weight, "weight", ops), (self.bias, "bias", ops if bias_ops is None else bias_ops))
         return tuple(" |> ".join((f"{key} -> {target}.{kind}", *of)) for key, kind, of in kinds if key is not None)
 
     def norm_lines(self, target: str) -> tuple[str, ...]:
-        """Return the lines of a norm; a single number applies to every column."""
+        # A single number applies to every column.
         return self.lines(target, *(["expand"] if max(self.shape, default=1) == 1 else []))
 
 
@@ -218,7 +196,6 @@ class Layers:
 
     @property
     def num_matrices(self) -> int:
-        """Number of matrices of a layer."""
         return sum(part.is_matrix for part in self.parts)
 
 
@@ -236,7 +213,7 @@ class _Numbered:
         return sorted(self._elements, key=lambda prefix: (len(prefix), prefix))
 
     def elements(self, prefix: str) -> Elements:
-        """Return the elements of a list, without keys that another list has taken."""
+        # Without the keys that another list has taken.
         found = {
             index: {end: shape for end, shape in element.items() if f"{prefix}{index}{end}" in self.rest}
             for index, element in self._elements[prefix].items()
@@ -257,7 +234,7 @@ def split(shapes: Mapping[str, Shape], *, scattered: bool = False) -> tuple[list
     """
     keys, found = _Numbered(shapes), list[Layers]()
     for prefixes in _scattered(shapes) if scattered else ([prefix] for prefix in keys.prefixes()):
-        layers = _layers(_parent(prefixes) if scattered else prefixes[0], prefixes, keys)
+        layers = _layers(prefixes, keys)
         lists = [layers] if layers is not None else [] if scattered else _halves(prefixes[0], keys)
         if lists and all(one.num_matrices >= _MIN_MATRICES for one in lists):
             found += lists
@@ -271,7 +248,7 @@ def _scattered(shapes: Mapping[str, Shape]) -> list[list[str]]:
     keys = _Numbered(shapes)
     # A number that is a whole component is more likely an index than one inside a name.
     for prefix in sorted(keys.prefixes(), key=lambda prefix: not prefix.endswith(".")):
-        layers = _layers(prefix, [prefix], keys)
+        layers = _layers([prefix], keys)
         if layers is not None:
             groups[side(prefix), layers.count].append(prefix)
             keys.take([prefix])
@@ -306,16 +283,15 @@ def parts_of(shapes: Mapping[str, Shape], prefix: str = "") -> list[Part]:
     return [replace(part, place=place) for place, part in enumerate(parts)]
 
 
-def _parent(prefixes: Sequence[str]) -> str:
-    components = [prefix.split(".")[:-1] for prefix in prefixes]
-    return "".join(f"{component}." for component in components[0][: common(components)])
-
-
 def _in_order(found: Mapping[str, tuple[int, Shape]], prefix: str) -> tuple[Part, ...]:
     return tuple(parts_of({key: shape for key, (_, shape) in sorted(found.items(), key=lambda kv: kv[1][0])}, prefix))
 
 
-def _layers(parent: str, prefixes: Sequence[str], keys: _Numbered) -> Layers | None:
+def _layers(prefixes: Sequence[str], keys: _Numbered) -> Layers | None:
+    parent = prefixes[0]
+    if len(prefixes) > 1:
+        components = [prefix.split(".")[:-1] for prefix in prefixes]
+        parent = "".join(f"{component}." for component in components[0][: common(components)])
     found: dict[str, tuple[int, Shape]] = {}
     extras: list[str] = []
     counts = set()
@@ -390,21 +366,25 @@ def _affine(factor: int, offset: int) -> str:
 class Reading:
     """One way to read some modules: lines, ignored keys, switches and cost."""
 
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
     cost: float = LIKELY
     ignored: tuple[str, ...] = ()
-    arch: tuple[tuple[str, Value], ...] = ()
+    arch: Mapping[str, Value] = field(default_factory=dict)
 
 
 Choice = tuple[Reading, ...]
 
 
+def unread(parts: Sequence[Part]) -> Reading:
+    """Return the reading that ignores modules."""
+    return Reading((), POSSIBLE * len(parts), tuple(key for part in parts for key in part.keys))
+
+
 @dataclass(frozen=True)
 class Style:
-    """Conventions of one author.
+    """Conventions of one author, such as whether bare parameters are stored [in, out].
 
-    `bare_is_in_out` means that bare parameters are stored [in, out]. `order` and `cut` are those of fused projections.
-    `reading` is the number of the reading of projections that names do not distinguish.
+    `order` and `cut` are those of fused projections. `reading` numbers the readings of projections without clear names.
     """
 
     bare_is_in_out: bool
@@ -416,17 +396,11 @@ class Style:
 
 @dataclass(frozen=True)
 class Layer:
-    """Readings of a layer, one choice for each group of modules.
-
-    `unread` modules have no reading. `num_readings` counts the ways to tell the projections apart.
-    """
+    """Choices of a layer, and the number of ways to tell its projections apart."""
 
     choices: tuple[Choice, ...]
-    unread: tuple[Part, ...]
     num_readings: int
     is_fused: bool
-    has_gate: bool
-    qk_norm: QkNorm
 
 
 @dataclass(frozen=True)
@@ -455,10 +429,10 @@ class _Attention:
     norms: dict[str, Part] = field(default_factory=dict)  # of queries and keys, by role
 
     @property
-    def qk_norm(self) -> QkNorm:
+    def arch(self) -> dict[str, Value]:
         rows = {m.role: m.out for m in self.maps}
         is_all = all(max(part.shape) == rows.get(role) for role, part in self.norms.items())
-        return ("all" if is_all else "head") if self.norms else "none"
+        return {"qk_norm": "all" if is_all else "head"} if self.norms else {}
 
 
 def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> Layer | None:
@@ -474,27 +448,17 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> 
     if not network or not groups:
         return None
     attentions, vectors = _attentions(groups, [part for part in parts if part.is_vector])
-    norms, unread = _norm_choice(vectors, [*groups, network], layer)
-    return Layer(
-        choices=(
-            _network_choice(network, d_model, f"{layer}.ffn"),
-            _attention_choice(attentions, d_model, layer, style),
-            *norms,
-        ),
-        unread=tuple(unread),
-        num_readings=max(len(_roles(group)) for group in groups),
-        is_fused=any(len(group) < 4 for group in groups),
-        has_gate=len(network) == 3 or max(m.out for m in network) == 2 * max(m.width for m in network),
-        qk_norm=attentions[0].qk_norm,
+    choices = (
+        _network_choice(network, d_model, f"{layer}.ffn"),
+        _attention_choice(attentions, d_model, layer, style),
+        _norm_choice(vectors, [*groups, network], layer),
     )
+    return Layer(choices, max(len(_roles(group)) for group in groups), any(len(group) < 4 for group in groups))
 
 
 def _matrix(part: Part, d_model: int, style: Style) -> _Matrix:
-    """Find the orientation of a stored matrix.
-
-    A bias has the size of the output. Without a bias, modules store [out, in], and the style decides for bare
-    parameters. The first axis may count heads.
-    """
+    # A bias has the size of the output. Without a bias, modules store [out, in], and the style decides for bare
+    # parameters. The first axis may count heads.
     sizes = [size for size in part.shape if size > 1]
     if len(sizes) == 3:  # [heads, d_model, d_k] or [heads, d_k, d_model]; the output has the other order
         is_output = attention_role(part.words) == "o"
@@ -538,9 +502,12 @@ def _joined_heads(parts: Sequence[Part]) -> list[Part]:
         role = attention_role(words(_INDEX.sub("", name)))
         is_heads = len(heads) > 1 and len(shape) == 2 and role in ("q", "k", "v") and shape[0] < shape[1]
         if is_heads and all(left.get(head) is head for head in heads):
-            weight, bias = (_with_head(getattr(heads[0], kind), getattr(heads[1], kind)) for kind in ("weight", "bias"))
             joined = replace(
-                heads[0], path=tuple(name.split(".")), shape=(shape[0] * len(heads), shape[1]), weight=weight, bias=bias
+                heads[0],
+                path=tuple(name.split(".")),
+                shape=(shape[0] * len(heads), shape[1]),
+                weight=_with_head(heads[0].weight, heads[1].weight),
+                bias=_with_head(heads[0].bias, heads[1].bias),
             )
             left[heads[0]] = joined
             for head in heads[1:]:
@@ -595,7 +562,8 @@ def _network_choice(network: Sequence[_Matrix], d_model: int, target: str) -> Ch
             ways = [there[0].lines(f"{target}.[{a}/{b}]", "split_rows") for a, b in orders]
         else:
             ways = [there[0].lines(f"{target}.fc1")]
-        readings += [Reading((*way, *back.lines(f"{target}.fc2")), cost + i) for i, way in enumerate(ways)]
+        arch: dict[str, Value] = {"feed_forward": "glu"} if len(ways) > 1 else {}
+        readings += [Reading((*way, *back.lines(f"{target}.fc2")), cost + i, (), arch) for i, way in enumerate(ways)]
     return tuple(readings)
 
 
@@ -685,6 +653,7 @@ def _attention_choice(attentions: Sequence[_Attention], d_model: int, layer: str
                 for line in _projection_lines(attention, d_model, f"{layer}.{name}", style)
             ),
             cost,
+            arch=attentions[0].arch,
         )
         for cost, order in enumerate(orders)
     )
@@ -705,27 +674,26 @@ def _projection_lines(attention: _Attention, d_model: int, target: str, style: S
     return lines
 
 
-def _norm_choice(
-    norms: Sequence[Part], sublayers: Sequence[Sequence[_Matrix]], layer: str
-) -> tuple[list[Choice], list[Part]]:
+def _norm_choice(norms: Sequence[Part], sublayers: Sequence[Sequence[_Matrix]], layer: str) -> Choice:
     # If norms have no parameters, their gain is 1.
     slots = len(sublayers)
-    gains, unread = ([part for part in norms if (part.weight is None) == is_bias] for is_bias in (False, True))
+    gains = [part for part in norms if part.weight is not None]
+    left = unread([part for part in norms if part.weight is None])
     if not norms:
-        return [(Reading(tuple(f"derive {layer}.norm{place + 1}.weight = ones" for place in range(slots))),)], []
+        return (Reading(tuple(f"derive {layer}.norm{place + 1}.weight = ones" for place in range(slots))),)
     if not slots <= len(gains) <= slots + _MAX_DEAD_NORMS:
-        return [], [*gains, *unread]
+        return (unread(norms),)
     placed = {part: place for part in gains if (place := _place(part, sublayers)) is not None}
     readings = []
     for order in itertools.permutations(gains, slots):
         misplaced = sum(placed.get(part, place) != place for place, part in enumerate(order))
         free = [part for part in order if part not in placed]
         is_sorted = free in (sorted(free, key=lambda p: p.place), sorted(free, key=lambda p: natural(p.name)))
-        cost = FAR * misplaced + (LIKELY if is_sorted else FAR if placed else POSSIBLE)
+        cost = left.cost + FAR * misplaced + (LIKELY if is_sorted else FAR if placed else POSSIBLE)
         lines = (line for place, part in enumerate(order, 1) for line in part.norm_lines(f"{layer}.norm{place}"))
         dead = (key for part in gains if part not in order for key in part.keys)
-        readings.append(Reading(tuple(lines), cost, tuple(dead)))
-    return [tuple(sorted(readings, key=lambda reading: reading.cost))], unread
+        readings.append(Reading(tuple(lines), cost, (*left.ignored, *dead)))
+    return tuple(sorted(readings, key=lambda reading: reading.cost))
 
 
 def _place(part: Part, sublayers: Sequence[Sequence[_Matrix]]) -> int | None:

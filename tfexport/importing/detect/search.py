@@ -1,7 +1,7 @@
 """Find layout and switches by comparing candidates with reference outputs.
 
-Most wrong candidates already differ on the shortest row at the first target position. The search runs every combination
-of switches there, and refines only the closest ones on the whole batch, one switch after the other.
+Most wrong candidates differ on the shortest row at the first target position. The search runs every combination of
+switches there, and refines only the closest ones on the whole batch, one switch after the other.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -86,7 +86,7 @@ class Candidate:
 
     layout: Layout
     comparison: Comparison
-    switches: Switches = field(default_factory=dict)
+    switches: Switches
 
     @property
     def error(self) -> float:
@@ -111,12 +111,10 @@ class Search:
     refused: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Detection:
+class Detection(NamedTuple):
     """The layout that was found; `search` is None without reference outputs."""
 
     layout: Layout
-    is_builtin: bool
     search: Search | None
 
 
@@ -126,7 +124,6 @@ def detect(
     builtin: Sequence[Layout],
     *,
     budget: Budget | None = None,
-    heads: int | None = None,
     settings: Mapping[str, Value] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Detection:
@@ -142,23 +139,27 @@ def detect(
     if known:
         report(f"names fit the layout {' and '.join(layout.name for layout in known)}")
     if golden is None:
-        return _unproven(tensors, known)
-    searcher = Searcher(
-        tensors, golden, budget=budget or Budget(ImportConfig.search_budget), heads=heads, settings=settings
-    )
+        if len(known) > 1:
+            names = ", ".join(layout.name for layout in known)
+            raise CheckpointError(
+                f"{len(known)} layouts fit by name ({names}) and nothing tells which; give --layout with one of them, "
+                "or a golden, which decides"
+            )
+        return Detection(known[0] if known else next(drafts(tensors)), None)
+    searcher = _Searcher(tensors, golden, budget or Budget(ImportConfig.search_budget), settings or {})
     search = None
     if known:
         # A model with the names of a known layout can have other switches: options of its code, or a fork.
         for as_written in (True, False):
             search = searcher.run(known, report, as_written=as_written)
             if search.best is not None and (search.accepted or search.is_cut):
-                return Detection(layout=search.best.layout, is_builtin=True, search=search)
+                return Detection(search.best.layout, search)
         report("no known layout reproduces the golden; matching names, indices and shapes")
     drafted = searcher.run(itertools.islice(drafts(tensors, golden), _MAX_DRAFTS), report)
     if drafted.best is not None and drafted.accepted and drafted.is_float32:
         drafted = _if_clear(drafted, drafted.best.layout, tensors, golden, report)
     best = drafted.best or (search.best if search else None)
-    return Detection(layout=best.layout if best else next(drafts(tensors, golden)), is_builtin=False, search=drafted)
+    return Detection(best.layout if best else next(drafts(tensors, golden)), drafted)
 
 
 def _if_clear(
@@ -176,37 +177,15 @@ def _if_clear(
     return replace(search, accepted=not unclear)
 
 
-def _unproven(tensors: Mapping[str, Tensor], known: Sequence[Layout]) -> Detection:
-    if len(known) > 1:
-        names = ", ".join(layout.name for layout in known)
-        raise CheckpointError(
-            f"{len(known)} layouts fit by name ({names}) and nothing tells which; give --layout with one of them, "
-            "or a golden, which decides"
-        )
-    return Detection(layout=known[0] if known else next(drafts(tensors)), is_builtin=bool(known), search=None)
-
-
-class Searcher:
-    """Search for the closest candidate; `heads` defaults to that of `golden`, or all."""
-
+class _Searcher:
     def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        golden: Golden,
-        *,
-        budget: Budget,
-        heads: int | None = None,
-        settings: Mapping[str, Value] | None = None,
+        self, tensors: Mapping[str, Tensor], golden: Golden, budget: Budget, settings: Mapping[str, Value]
     ) -> None:
-        self.tensors, self.golden, self.budget = tensors, golden, budget
-        self.heads = heads or golden.heads
-        self.settings = dict(settings or {})
+        self.tensors, self.golden, self.budget, self.settings = tensors, golden, budget, settings
         self.first = _first_position(golden)
         self.refused = ""
 
-    def run(
-        self, layouts: Iterable[Layout], report: Callable[[str], None] = lambda _: None, *, as_written: bool = False
-    ) -> Search:
+    def run(self, layouts: Iterable[Layout], report: Callable[[str], None], *, as_written: bool = False) -> Search:
         """Try layouts in order until one reproduces the reference outputs.
 
         `report` receives a line for each closer candidate. If `as_written` is True, the switches of the layouts do not
@@ -226,34 +205,29 @@ class Searcher:
             if candidate is not None and (best is None or candidate.error < best.error):
                 best = candidate
                 report(f"mapping {tried}, candidate {self.budget.spent:,}: error {best.error:.1e}")
-            if best is not None and best.error <= self._tolerance(best):
+            if best is not None and best.error <= tolerance(self.golden, best.layout.baseline):
                 break
             if accepted_at is None and best is not None and best.error <= FLOAT32_TOLERANCE:
                 accepted_at = tried
-        error, wanted = (math.inf, TOLERANCE) if best is None else (best.error, self._tolerance(best))
+        error, wanted = math.inf, TOLERANCE
+        if best is not None:
+            error, wanted = best.error, tolerance(self.golden, best.layout.baseline)
         accepted = error <= max(wanted, FLOAT32_TOLERANCE)
         is_cut = not accepted and self.budget.is_over
         return Search(best, accepted, error > wanted, tried, is_cut, wanted, self.refused)
 
-    def _tolerance(self, candidate: Candidate) -> float:
-        return tolerance(self.golden, candidate.layout.baseline)
-
     def _try(self, layout: Layout, found: Switches, *, as_written: bool) -> Candidate | None:
         # `found` has the switches of another layout that came close.
-        best: Candidate | None = None
+        candidates = []
         for heads in self._heads(layout):
-            canonical = self._applied(layout, heads[0])
-            if canonical is None:
-                continue
-            choices = self._choices(canonical, layout, heads, as_written=as_written)
-            candidate = self._search(canonical, layout, choices, found)
-            if candidate is not None and (best is None or candidate.error < best.error):
-                best = candidate
-        return best
+            if (canonical := self._applied(layout, heads[0])) is not None:
+                choices = self._choices(canonical, heads, as_written=as_written)
+                candidates.append(self._search(canonical, layout, choices, found))
+        return min((one for one in candidates if one), key=lambda one: one.error, default=None)
 
     def _heads(self, layout: Layout) -> list[list[int]]:
         # Head counts in one group make the same tensors.
-        given = self.settings.get("num_heads", self.heads or layout.switch("num_heads"))
+        given = self.settings.get("num_heads", self.golden.heads or layout.switch("num_heads"))
         if isinstance(given, int):
             return [[given]]
         every = possible_heads(layout, self.tensors, self.golden.attributes)
@@ -263,9 +237,7 @@ class Searcher:
         depends = any(fold in line for line in layout.map for fold in _BY_HEAD)
         return [[n] for n in every] if depends else [every]
 
-    def _choices(
-        self, canonical: Canonical, layout: Layout, heads: Sequence[int], *, as_written: bool
-    ) -> dict[str, tuple[Value, ...]]:
+    def _choices(self, canonical: Canonical, heads: Sequence[int], *, as_written: bool) -> dict[str, tuple[Value, ...]]:
         if as_written:
             return {"num_heads": tuple(heads)}
         given = {*_DECIDED, *self.settings}
@@ -284,10 +256,9 @@ class Searcher:
     def _applied(self, layout: Layout, heads: int) -> Canonical | None:
         settings = {**_PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
         settings.pop("num_heads", None)
+        settings["num_heads"] = heads  # as the last one, for both sides
         try:
-            canonical = apply_layout(
-                layout, self.tensors, heads=heads, settings=settings, attributes=self.golden.attributes
-            )
+            canonical = apply_layout(layout, self.tensors, settings=settings, attributes=self.golden.attributes)
             check_fits(canonical.config, self.golden)
         except (CheckpointError, ConfigError, ParityError) as error:
             self.refused = str(error)

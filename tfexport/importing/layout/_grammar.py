@@ -1,10 +1,4 @@
-"""Parse the lines of a layout: patterns of key names, and arithmetic.
-
-On the left of the arrow, `{a,b,c}` matches one of several words, `{i}` the index of a layer, `{2i+1}` an index with
-another step and start, `{h}` the index of a head, and `{wb}` weight or bias. On the right, the k-th list gives the word
-at the position that the k-th list on the left matched. `{i}` and `{wb}` repeat the match, and `[q/k/v]` names the parts
-of one tensor. Arithmetic has numbers, sizes by name, + - * / ** and sqrt.
-"""
+"""Parse the lines of a layout, patterns of key names and arithmetic; docs/reference/layouts.md describes both."""
 
 from __future__ import annotations
 
@@ -100,13 +94,6 @@ class Match(NamedTuple):
     targets: tuple[str, ...]
 
 
-class Found(NamedTuple):
-    """The canonical names of a key, and its head if there is a key for each head."""
-
-    targets: tuple[str, ...]
-    head: int | None
-
-
 class _Piece(NamedTuple):
     kind: Literal["text", "list", "parts", "i", "wb", "h"]
     words: tuple[str, ...] = ()
@@ -159,8 +146,8 @@ class Rule:
         self.joins_heads = any(piece.kind == "h" for piece in left)
         self.splits = any(piece.kind == "parts" for piece in self._target)
 
-    def match(self, key: str) -> Found | None:
-        """Return what a key becomes, or None if the line does not match it."""
+    def match(self, key: str) -> tuple[tuple[str, ...], int | None] | None:
+        """Return the canonical names of a key and its head, or None if the line does not match the key."""
         found = self._regex.fullmatch(key)
         if found is None:
             return None
@@ -178,7 +165,7 @@ class Rule:
                 value = str(layer)
             if values.setdefault(piece.kind, value) != value:
                 return None
-        return Found(self._names(places, values), int(values["h"]) if self.joins_heads else None)
+        return self._names(places, values), int(values["h"]) if self.joins_heads else None
 
     def targets(self) -> set[str]:
         """Return every name that the right side can produce for layer 0."""
@@ -226,20 +213,15 @@ def _problems(source: Sequence[_Piece], target: Sequence[_Piece]) -> list[str]:
     return problems
 
 
-@functools.lru_cache(maxsize=4096)
-def rule(source: str, target: str) -> Rule:
-    """Return the cached rule of a line."""
-    return Rule(source, target)
-
-
 def matches(rule: Rule, keys: Iterable[str]) -> list[Match]:
     """Return the matches of a line in key order; the keys of heads are grouped."""
     found: list[Match] = []
     heads: dict[tuple[str, ...], dict[int, str]] = {}
     for key in keys:
         if one := rule.match(key):
-            if one.head is None:
-                found.append(Match((key,), one.targets))
+            targets, head = one
+            if head is None:
+                found.append(Match((key,), targets))
             else:
-                heads.setdefault(one.targets, {})[one.head] = key
+                heads.setdefault(targets, {})[head] = key
     return found + [Match(tuple(by[head] for head in sorted(by)), targets) for targets, by in heads.items()]

@@ -14,7 +14,16 @@ from torch import Tensor
 from tfexport.config import MAX_SIZE
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing.layout._grammar import Match, Names, matches
-from tfexport.importing.layout.layout import SIDES, Derived, Layout, override, parse_derived, parse_line, parse_post
+from tfexport.importing.layout.layout import (
+    SIDES,
+    Derived,
+    Layout,
+    Line,
+    override,
+    parse_derived,
+    parse_line,
+    parse_post,
+)
 from tfexport.importing.layout.ops import Context, Step, run, sinusoid
 from tfexport.importing.layout.sizes import (
     bias_table,
@@ -97,7 +106,7 @@ def apply_layout(
     problems = execution.problems
     # Checked only if names do not fit, because an ignored buffer may have any name.
     problems += unsupported(tensors) if problems else []
-    used = {key for _, pair in execution.pairs for key in pair.sources}
+    used = {key for *_, pair in execution.pairs for key in pair.sources}
     problems += [
         f"key {key[:120]} holds {str(tensor.dtype).removeprefix('torch.')}, expected floating point"
         for key, tensor in tensors.items()
@@ -206,7 +215,7 @@ def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[s
 
 
 def _not_finite(made: Mapping[str, Tensor], execution: _Execution) -> list[str]:
-    origin = {target: pair.sources[0] for _, pair in execution.pairs for target in pair.targets}
+    origin = {target: pair.sources[0] for *_, pair in execution.pairs for target in pair.targets}
     return [
         f"{origin.get(name, name)[:120]} holds NaN or infinity; take a checkpoint from before the training diverged"
         for name, tensor in made.items()
@@ -237,41 +246,37 @@ def _side_of(name: str) -> str:
 class _Execution:
     """A layout matched with a state dict; it runs for shapes, then for values.
 
-    `pairs` has line numbers, from 1, with the matched keys.
+    `pairs` has the number of each line, from 1, the line, and keys that it matches.
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor]) -> None:
         self.layout, self.tensors, self.attributes = layout, tensors, attributes
         self.problems: list[str] = []
         self.uses: list[LineUse] = []
-        self.pairs: list[tuple[int, Match]] = []
-        self._pair_names()
-
-    def _pair_names(self) -> None:
+        self.pairs: list[tuple[int, Line, Match]] = []
         used: dict[str, int] = {}
-        keys = list(self.tensors)
-        for number, text in enumerate(self.layout.map, 1):
+        for number, text in enumerate(layout.map, 1):
             line = parse_line(text)
-            found = matches(line.rule, keys)
+            found = matches(line.rule, tensors)
             if not found and not line.optional:
                 self.problems.append(f"map {number} {shortened(text)}: no key matches")
-            for pair in found:
-                self.problems += [
-                    f"key {key[:120]} is used twice, by map {used[key]} and map {number}"
-                    for key in pair.sources
-                    if used.setdefault(key, number) != number
-                ]
-                self.pairs.append((number, pair))
-        is_ignored = _ignored(self.layout)
-        for key in keys:
+            self.pairs += [(number, line, pair) for pair in found]
+            self.problems += [
+                f"key {key[:120]} is used twice, by map {used[key]} and map {number}"
+                for pair in found
+                for key in pair.sources
+                if used.setdefault(key, number) != number
+            ]
+        is_ignored = _ignored(layout)
+        for key in tensors:
             if (key in used) == is_ignored(key):
                 state = "both used and ignored" if key in used else "not used; map or ignore it"
                 self.problems.append(f"key {key[:120]} is {state}")
 
     def width(self, meta: Mapping[str, Tensor], names: Names) -> int | None:
-        for number, pair in self.pairs:
+        for number, line, pair in self.pairs:
             if _EMBEDDING in pair.targets:
-                found = self._run_pair(number, pair, meta, {"enc": names, "dec": names})
+                found = self._run_pair(number, line, pair, meta, names)
                 shape = list(found[pair.targets.index(_EMBEDDING)].shape) if found else []
                 if len(shape) == 2:
                     return shape[1]
@@ -285,9 +290,10 @@ class _Execution:
         made: dict[str, Tensor] = {}
         origin: dict[str, str] = {}
         used: dict[int, list[Match]] = {}
-        for number, pair in self.pairs:
+        for number, line, pair in self.pairs:
             used.setdefault(number, []).append(pair)
-            for name, tensor in zip(pair.targets, self._run_pair(number, pair, tensors, names), strict=False):
+            parts = self._run_pair(number, line, pair, tensors, names[_side_of(pair.targets[0])])
+            for name, tensor in zip(pair.targets, parts, strict=False):
                 if name in made and not _same(made[name], tensor):
                     self.problems.append(f"{name} comes from {origin[name]} and from {pair.sources[0]}, which differ")
                 made.setdefault(name, tensor)
@@ -298,22 +304,34 @@ class _Execution:
                 tuple(key for pair in own for key in pair.sources),
                 tuple(dict.fromkeys(name for pair in own for name in pair.targets)),
             )
-            for number, own in sorted(used.items())
+            for number, own in used.items()
         ]
         for target, text in self.layout.derive.items():
-            missing = [name for name in _of_layers(target, made) if name not in made]
-            given = [name for name in missing if self._derive(name, parse_derived(text), made, names[_side_of(name)])]
+            given = [
+                name
+                for name in _of_layers(target, made)
+                if name not in made and self._derive(name, parse_derived(text), made, Context(names[_side_of(name)]))
+            ]
             if given:
                 self.uses.append(LineUse(f"derive {target}: {text}", (), tuple(given)))
         for number, text in enumerate(self.layout.post, 1):
-            self._post(number, text, made, names)
+            line = parse_post(text)
+            found = [match.targets[0] for match in matches(line.rule, made)]
+            if not found:
+                self.problems.append(f"post {number} {shortened(text)}: no tensor matches")
+            changed = {}
+            for name in found:
+                context = Context(names[_side_of(name)], target=name, made=made)
+                if folded := self._folded(f"post {number}: {name}", line.steps, [made[name]], context):
+                    changed[name] = folded[0]
+            made |= changed
+            self.uses.append(LineUse(f"post {text}", (), tuple(changed)))
         return made
 
     def _run_pair(
-        self, number: int, pair: Match, tensors: Mapping[str, Tensor], names: Mapping[str, Names]
+        self, number: int, line: Line, pair: Match, tensors: Mapping[str, Tensor], names: Names
     ) -> list[Tensor]:
-        line = parse_line(self.layout.map[number - 1])
-        context = Context(names[_side_of(pair.targets[0])], len(pair.targets), _no_sibling)
+        context = Context(names, len(pair.targets))
         if line.rule.joins_heads and len(pair.sources) != context.heads:
             self.problems.append(
                 f"map {number}: {pair.targets[0]} has {len(pair.sources)} heads, expected {context.heads}"
@@ -322,8 +340,7 @@ class _Execution:
         place = f"map {number}: {pair.sources[0][:120]}"
         return self._folded(place, line.steps, [tensors[key] for key in pair.sources], context)
 
-    def _derive(self, name: str, derived: Derived, made: dict[str, Tensor], sizes: Names) -> bool:
-        context = Context(sizes, 1, _no_sibling)
+    def _derive(self, name: str, derived: Derived, made: dict[str, Tensor], context: Context) -> bool:
         start = self._start(derived, made, context)
         if isinstance(start, str):
             self.problems.append(f"derive {name}: {start}")
@@ -352,26 +369,6 @@ class _Execution:
         cut = sum(context.whole(step.arguments[0]) for step in derived.steps if step.name == "slice")
         return sinusoid(derived.argument, length + cut, width)
 
-    def _post(self, number: int, text: str, made: dict[str, Tensor], names: Mapping[str, Names]) -> None:
-        line = parse_post(text)
-        found = [match.targets[0] for match in matches(line.rule, made)]
-        if not found:
-            self.problems.append(f"post {number} {shortened(text)}: no tensor matches")
-        changed = {}
-        for name in found:
-
-            def sibling(other: str, name: str = name) -> Tensor:
-                neighbor = f"{name.rpartition('.')[0]}.{other}"
-                if neighbor not in made:
-                    raise CheckpointError(f"needs {neighbor}, which is missing")
-                return made[neighbor]
-
-            context = Context(names[_side_of(name)], 1, sibling)
-            if folded := self._folded(f"post {number}: {name}", line.steps, [made[name]], context):
-                changed[name] = folded[0]
-        made.update(changed)
-        self.uses.append(LineUse(f"post {text}", (), tuple(changed)))
-
     def _folded(self, place: str, steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
         try:
             parts = run(steps, tensors, context)
@@ -390,7 +387,3 @@ def _of_layers(target: str, made: Iterable[str]) -> list[str]:
     before, after = target.split("{i}")
     indices = {name.removeprefix(before).split(".")[0] for name in made if name.startswith(before)}
     return [f"{before}{index}{after}" for index in sorted(indices, key=int)]
-
-
-def _no_sibling(name: str) -> Tensor:
-    raise CheckpointError(f"has nothing next to it called {name}; add_scaled belongs in post")

@@ -1,26 +1,24 @@
-"""Define layouts: YAML files that map a state dict to the canonical model.
+"""Read and check layouts: YAML files that map a state dict to the canonical model.
 
-docs/reference/layouts.md documents the format. This module reads and checks the files. `grammar` parses patterns and
-arithmetic, `ops` defines the folds, and `apply` runs a layout.
+docs/reference/layouts.md documents the format.
 """
-
-from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import field, replace
 from functools import cache, lru_cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 
 from tfexport._io.strict_json import MAX_CONFIG_BYTES, plain_problem
-from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.importing.layout._grammar import Rule, names_in, rule
+from tfexport.config import Config, Ge, Lt, Match, TokenId
+from tfexport.errors import ConfigError, shortened
+from tfexport.importing.layout._grammar import Rule, names_in
 from tfexport.importing.layout.ops import OPERATIONS, SINUSOIDS, Step, parse_step
 from tfexport.nn.switches import SWITCHES, Switch, Value
 
@@ -77,8 +75,7 @@ class Derived(NamedTuple):
     steps: tuple[Step, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Config, subject="layout"):
     """A mapping from the state dict of one implementation to the canonical model.
 
     `map` has lines "SRC -> DST |> fold |> …"; a line with `->?` may match no key. `arch` has switches, of one side as
@@ -86,23 +83,60 @@ class Layout:
     does not make. `baseline` is the relative error of the original in float64, if it computes parts in float32.
     """
 
-    name: str
-    map: tuple[str, ...]
+    name: Annotated[str, Match(r"[\w.-]{1,80}", "1 to 80 letters, digits, _, - and .")]
+    about: str = ""
     arch: Mapping[str, Value] = field(default_factory=dict)
-    tokens: Mapping[str, int | str] = field(default_factory=dict)
+    tokens: Mapping[str, TokenId | str] = field(default_factory=dict)
+    map: tuple[str, ...]
     derive: Mapping[str, str] = field(default_factory=dict)
     post: tuple[str, ...] = ()
     assert_tied: tuple[tuple[str, ...], ...] = ()
     ignore: tuple[str, ...] = ()
-    baseline: float = 0.0
-    about: str = ""
-
-    def __post_init__(self) -> None:
-        raise_all(ConfigError, f"layout {self.name}", _problems(self))
+    baseline: Annotated[float, Ge(0), Lt(1e-3)] = 0.0
 
     def switch(self, name: str, side: str = "") -> Value:
         """Return a switch as written, for one side if it has its own, or its default."""
         return self.arch.get(f"{side}.{name}", self.arch.get(name, ARCH_SWITCHES[name].default))
+
+    def _problems(self) -> Iterator[str]:
+        if not 0 < len(self.map) <= _MAX_LINES:
+            yield f"map has {len(self.map)} lines, expected 1 to {_MAX_LINES}"
+        for number, text in enumerate(self.map, 1):
+            yield from _line_problems(f"map {number}", text, parse_line)
+        for number, text in enumerate(self.post, 1):
+            yield from _line_problems(f"post {number}", text, parse_post)
+        for target, text in self.derive.items():
+            if not _CANONICAL.fullmatch(target.replace("{i}", "0", 1)):
+                yield f"derive {target}: no canonical name"
+            yield from _line_problems(f"derive {target}", text, parse_derived)
+        for name, value in self.arch.items():
+            yield from _switch_problems(name, value)
+        for name, token in self.tokens.items():
+            if name not in _TOKENS:
+                yield f"token {name[:80]} is unknown, expected one of {', '.join(_TOKENS)}"
+            elif isinstance(token, str) and (token == name or not isinstance(self.tokens.get(token), int)):
+                yield f"tokens.{name} is {shortened(token)}, expected an id or a token that has one"
+        for keys in self.assert_tied:
+            if len(keys) < 2:
+                yield f"assert_tied has {shortened(list(keys))}, expected at least two keys"
+
+    @classmethod
+    def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
+        # A file has the version, and the switches of one side below "enc" and "dec".
+        version = data.get("layout")
+        if version != VERSION or isinstance(version, bool):
+            raise ConfigError(f"layout is {shortened(version)}, expected the version {VERSION}")
+        data = {key: value for key, value in data.items() if key != "layout"}
+        if isinstance(arch := data.get("arch"), dict):
+            pairs: list[tuple[str, Any]] = []
+            for name, value in arch.items():
+                inner = value if name in SIDES and isinstance(value, dict) else {"": value}
+                pairs += [(_current(f"{name}.{one}".rstrip(".")), v) for one, v in inner.items()]
+            if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
+                names = ", ".join(twice)
+                raise ConfigError(f"switch {names} is given twice, by its name and by a former one; keep one")
+            data["arch"] = dict(pairs)
+        return data
 
 
 @lru_cache(maxsize=20_000)
@@ -111,17 +145,17 @@ def parse_line(text: str) -> Line:
     sides = re.fullmatch(r"\s*(\S+)\s+->(\??)\s+(\S+)\s*(\|>.*)?", text)
     if sides is None:
         raise ConfigError("expected 'SRC -> DST' and folds, each after |>")
-    parsed = rule(sides[1], sides[3])
+    rule = Rule(sides[1], sides[3])
     steps = tuple(parse_step(step) for step in (sides[4] or "").split("|>")[1:])
-    if wrong := sorted(name for name in parsed.targets() if not _CANONICAL.fullmatch(name)):
+    if wrong := sorted(name for name in rule.targets() if not _CANONICAL.fullmatch(name)):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ConfigError(f"{', '.join(wrong[:3])}{more}: no canonical name; docs/reference/layouts.md lists them")
     shapes = [OPERATIONS[step.name].shape for step in steps]
-    if shapes.count("splits") != parsed.splits:
+    if shapes.count("splits") != rule.splits:
         raise ConfigError("[…/…] on the right and one fold that splits go together")
-    if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * parsed.joins_heads:
+    if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * rule.joins_heads:
         raise ConfigError("{h} on the left and join_rows or join_columns as the first fold go together")
-    return Line(parsed, steps, bool(sides[2]))
+    return Line(rule, steps, bool(sides[2]))
 
 
 @cache
@@ -149,63 +183,37 @@ def parse_post(text: str) -> Line:
     return line
 
 
-def _problems(layout: Layout) -> list[str]:
-    problems = [] if re.fullmatch(r"[\w.-]{1,80}", layout.name) else ["name has characters other than a-z 0-9 _ - ."]
-    if not 0 < len(layout.map) <= _MAX_LINES:
-        problems.append(f"map has {len(layout.map)} lines, expected 1 to {_MAX_LINES}")
-    problems += _line_problems("map", layout.map, parse_line)
-    problems += _line_problems("post", layout.post, parse_post)
-    for target, text in layout.derive.items():
-        if not _CANONICAL.fullmatch(target.replace("{i}", "0", 1)):
-            problems.append(f"derive {target}: no canonical name")
-        problems += _line_problems(f"derive {target}", [text], parse_derived)
-    problems += [p for name, value in layout.arch.items() if (p := _switch_problem(name, value))]
-    problems += [p for name, value in layout.tokens.items() if (p := _token_problem(name, value, layout.tokens))]
-    if not 0 <= layout.baseline < 1e-3:
-        problems.append(f"baseline is {layout.baseline}, expected 0 or more and below 0.001")
-    return problems
+def _line_problems(place: str, text: str, parse: Callable[[str], object]) -> Iterator[str]:
+    try:
+        parse(text)
+    except ConfigError as error:
+        yield f"{place} {shortened(text)}: {error}"
 
 
-def _line_problems(part: str, lines: Sequence[str], parse: Callable[[str], object]) -> list[str]:
-    problems = []
-    for number, text in enumerate(lines, 1):
-        try:
-            parse(text)
-        except ConfigError as error:
-            place = f"{part} {number}" if len(lines) > 1 or part in ("map", "post") else part
-            problems.append(f"{place} {shortened(text)}: {error}")
-    return problems
-
-
-def _switch_problem(name: str, value: Value) -> str | None:
+def _switch_problems(name: str, value: Value) -> Iterator[str]:
     side, _, base = name.rpartition(".")
     if base not in ARCH_SWITCHES or (side and (side not in SIDES or not ARCH_SWITCHES[base].per_side)):
         sides = ", ".join(name for name, switch in ARCH_SWITCHES.items() if switch.per_side)
-        return f"switch {name[:80]} is unknown, expected one of {', '.join(ARCH_SWITCHES)}; below enc and dec: {sides}"
+        yield f"switch {name[:80]} is unknown, expected one of {', '.join(ARCH_SWITCHES)}; below enc and dec: {sides}"
+        return
     values = ARCH_SWITCHES[base].values
-    if values is bool:
-        return None if isinstance(value, bool) else f"{name} is {shortened(value)}, expected true or false"
     if isinstance(values, tuple):
-        return None if value in values else f"{name} is {shortened(value)}, expected {' or '.join(values)}"
-    if isinstance(value, str):
+        is_valid, expected = value in values, " or ".join(values)
+    elif values is bool:
+        is_valid, expected = isinstance(value, bool), "true or false"
+    elif isinstance(value, str):
         try:
-            names = names_in(value)
+            unknown = names_in(value) - {"d_model", "num_heads", "d_k"}
         except ConfigError as error:
-            return f"{name}: {error}"
-        unknown = names - {"d_model", "num_heads", "d_k"}
-        return f"{name} has {', '.join(sorted(unknown))}, expected d_model, num_heads, d_k" if unknown else None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if is_number else f"{name} is {shortened(value)}, expected a number"
-
-
-def _token_problem(name: str, value: object, tokens: Mapping[str, int | str]) -> str | None:
-    if name not in _TOKENS:
-        return f"token {name[:80]} is unknown, expected one of {', '.join(_TOKENS)}"
-    if isinstance(value, str):
-        is_named = value != name and isinstance(tokens.get(value), int)
-        return None if is_named else f"tokens.{name} is {shortened(value)}, expected an id or a token that has one"
-    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return None if is_id else f"tokens.{name} is {shortened(value)}, expected 0 or more"
+            yield f"{name}: {error}"
+        else:
+            if unknown:
+                yield f"{name} has {', '.join(sorted(unknown))}, expected d_model, num_heads, d_k"
+        return
+    else:
+        is_valid, expected = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    if not is_valid:
+        yield f"{name} is {shortened(value)}, expected {expected}"
 
 
 def parse_setting(text: str) -> tuple[str, Value]:
@@ -264,7 +272,9 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = sorted(str(key.value) for key, _ in node.value)
+        if not all(isinstance(key, yaml.ScalarNode) and key.tag == "tag:yaml.org,2002:str" for key, _ in node.value):
+            raise yaml.YAMLError("it has a key that is no text")
+        keys = sorted(key.value for key, _ in node.value)
         if twice := {one for one, other in pairwise(keys) if one == other}:
             raise yaml.YAMLError(f"{', '.join(sorted(twice))[:200]} is given twice")
         return super().construct_mapping(node, deep)
@@ -283,110 +293,18 @@ def parse_layout(text: str, name: str) -> Layout:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{name}: is no YAML that a layout may be: {reason[:300]}") from error
-    problems: list[str] = []
-    values = _values(data, problems)
-    raise_all(ConfigError, name, problems)
-    try:
-        return Layout(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
-def _values(data: object, problems: list[str]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        problems.append("has no keys, expected layout, name and map")
-        return {}
-    if data.get("layout") != VERSION or isinstance(data.get("layout"), bool):
-        problems.append(f"layout is {shortened(data.get('layout'))}, expected the version {VERSION}")
-    problems += [f"key {shortened(key)} is unknown" for key in data if key != "layout" and key not in _FIELDS]
-    problems += [f"key {key} is missing" for key in ("name", "map") if key not in data]
-    values = {}
-    for key, (expected, read) in _FIELDS.items():
-        if key in data:
-            try:
-                values[key] = read(data[key])
-            except TypeError:
-                problems.append(f"{key} is {shortened(data[key])}, expected {expected}")
-    if "arch" in values:
-        values["arch"] = _flat(values["arch"], problems)
-    return values
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise TypeError
-    return tuple(map(_text, value))
-
-
-def _named(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return {_text(name): one for name, one in value.items()}
-
-
-def _ties(value: object) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(value, list) or any(isinstance(keys, list) and len(keys) < 2 for keys in value):
-        raise TypeError
-    return tuple(map(_texts, value))
-
-
-def _number(value: object) -> float:
-    if type(value) not in (int, float):
-        raise TypeError
-    return float(value)  # type: ignore[arg-type]
-
-
-# Keys of a file except `layout`: the expected value and its parser.
-_FIELDS: dict[str, tuple[str, Callable[[object], Any]]] = {
-    "name": ("a text", _text),
-    "about": ("a text", _text),
-    "map": ("a list of lines", _texts),
-    "arch": ("switches", _named),
-    "tokens": ("ids by name", _named),
-    "derive": ("lines by name", lambda value: {name: _text(line) for name, line in _named(value).items()}),
-    "post": ("a list of lines", _texts),
-    "assert_tied": ("a list of lists of keys", _ties),
-    "ignore": ("a list of patterns", _texts),
-    "baseline": ("a number", _number),
-}
-
-
-def _flat(arch: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    pairs: list[tuple[str, Any]] = []
-    for name, value in arch.items():
-        inner = value if name in SIDES and isinstance(value, dict) else {"": value}
-        pairs += [(_current(f"{name}.{one}".rstrip(".")), v) for one, v in inner.items()]
-    if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
-        problems.append(f"switch {', '.join(twice)} is given twice, by its name and by a former one; keep one")
-    return dict(pairs)
+    return Layout.from_dict(data, subject=name)
 
 
 def render_layout(layout: Layout) -> str:
     """Return a layout as YAML, which `parse_layout` reads back as the same layout."""
-    data: dict[str, Any] = {"layout": VERSION, "name": layout.name}
-    if layout.about:
-        data["about"] = layout.about
     arch: dict[str, Any] = {}
     for name, value in layout.arch.items():
         side, _, base = name.rpartition(".")
         (arch.setdefault(side, {}) if side else arch)[base] = value
-    parts: dict[str, Any] = {
-        "arch": arch,
-        "tokens": dict(layout.tokens),
-        "map": list(layout.map),
-        "derive": dict(layout.derive),
-        "post": list(layout.post),
-        "assert_tied": [list(keys) for keys in layout.assert_tied],
-        "ignore": list(layout.ignore),
-        "baseline": layout.baseline,
-    }
-    data |= {key: value for key, value in parts.items() if value}
+    data = {"layout": VERSION, **{key: value for key, value in layout.to_dict().items() if value}}
+    if arch:
+        data["arch"] = arch
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,11 +29,12 @@ class Step(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Inputs of a fold next to the tensor: sizes, number of parts, sibling tensors."""
+    """Inputs of a fold next to the tensor: sizes, number of parts, and for `post` its name and all other tensors."""
 
     names: Names
-    parts: int
-    sibling: Callable[[str], Tensor]
+    parts: int = 1
+    target: str = ""
+    made: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def heads(self) -> int:
@@ -51,11 +54,7 @@ _Takes = Literal["", "number", "whole", "list", "list?", "number name"]
 
 
 class Operation(NamedTuple):
-    """A fold, called as `run(tensor, context, *arguments)`.
-
-    A fold that joins is called as `run(tensors, context)`. `takes` describes the arguments: nothing, a number, an
-    integer, a list of integers, an optional list, or a number and a name.
-    """
+    """A fold, called as `run(tensor, context, *arguments)`, or as `run(tensors, context)` if it joins."""
 
     run: _Run
     takes: _Takes
@@ -106,7 +105,10 @@ def _mul(x: Tensor, _: Context, number: float) -> Tensor:
 
 @_operation("add_scaled", "number name")
 def _add_scaled(x: Tensor, context: Context, number: float, name: str) -> Tensor:
-    other = context.sibling(name)
+    neighbor = f"{context.target.rpartition('.')[0]}.{name}"
+    if neighbor not in context.made:
+        raise CheckpointError(f"needs {neighbor}, which is missing; add_scaled belongs in post")
+    other = context.made[neighbor]
     return _computed(x, lambda wide: wide + number * other.double())
 
 
@@ -178,23 +180,17 @@ def _split_heads(x: Tensor, context: Context) -> Sequence[Tensor]:
     return [part.flatten(0, 1) for part in x.reshape(heads, parts, -1, *x.shape[1:]).unbind(1)]
 
 
-@_operation("join_rows", shape="joins")
-def _join_rows(tensors: Sequence[Tensor], _: Context) -> Tensor:
-    return _join(tensors, 0)
-
-
-@_operation("join_columns", shape="joins")
-def _join_columns(tensors: Sequence[Tensor], _: Context) -> Tensor:
-    return _join(tensors, 1)
-
-
-def _join(tensors: Sequence[Tensor], axis: int) -> Tensor:
+def _join(tensors: Sequence[Tensor], _: Context, *, axis: int) -> Tensor:
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         raise CheckpointError(f"has heads of shapes {', '.join(str(list(s)) for s in sorted(shapes))}, expected one")
     if tensors[0].dim() <= axis:
         raise CheckpointError(f"has {tensors[0].dim()} axes, expected {axis + 1} to join columns")
     return _joined(tensors, axis)
+
+
+_operation("join_rows", shape="joins")(partial(_join, axis=0))
+_operation("join_columns", shape="joins")(partial(_join, axis=1))
 
 
 def _computed(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
@@ -241,9 +237,7 @@ def parse_step(text: str) -> Step:
 
 
 def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
-    """Apply folds in order to one tensor, or to one for each head.
-
-    Folds after a split apply to each part.
+    """Apply folds in order to one tensor, or to one for each head; folds after a split apply to each part.
 
     Raises:
         CheckpointError: A tensor does not have the shape that a fold needs.
@@ -262,7 +256,7 @@ def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> l
 
 
 def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
-    """Compute a sinusoidal position table exactly as other implementations do.
+    """Compute a sinusoidal position table, float32 [length, d_model], exactly as other implementations do.
 
     Args:
         kind: "interleaved" has sines in even and cosines in odd columns, with wavelengths from a power.
@@ -270,12 +264,9 @@ def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
             Tensor2Tensor. "halves_paper" has the same halves with the wavelengths of "Attention is all you need",
             section 3.5. "columns" is "interleaved" with twice the exponent, computed from the column instead of its
             pair. The last two are computed in float64.
+            If d_model is odd, there is one more sine than cosines, and "halves_t2t" ends with a column of 0.
         length: number of rows, from position 0.
-        d_model: number of columns. If it is odd, there is one more sine than cosines, and "halves_t2t" ends with a
-            column of 0.
-
-    Returns:
-        float32 [length, d_model].
+        d_model: number of columns.
     """
     wide = torch.float64 if kind in ("halves_paper", "columns") else torch.float32
     position, column = torch.arange(length, dtype=wide)[:, None], torch.arange(0, d_model, 2, dtype=wide)

@@ -31,7 +31,7 @@ _LAYER = re.compile(r"(enc|dec)\.layers\.(\d+)\.")
 
 
 def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
-    """Return the number of heads, or 1 if `value` is invalid; extend `problems`."""
+    """Return the number of heads, or extend `problems` and return 1."""
     fitting = ", ".join(str(n) for n in range(1, min(query_rows, 128) + 1) if query_rows % n == 0)
     if value is None:
         problems.append(f"the number of heads is not given and no shape tells it; give --heads, one of {fitting}")
@@ -190,15 +190,10 @@ def expected_shapes(config: TransformerConfig) -> Mapping[str, Shape]:
 
 
 def check_shapes(config: TransformerConfig, shapes: Mapping[str, Shape], problems: list[str]) -> dict[str, Shape]:
-    """Compare the shapes of the canonical tensors with those that `config` needs.
-
-    Returns:
-        The biases to fill with 0, because others of their kind exist.
-    """
+    """Compare shapes with those that `config` needs; return the missing biases, to fill with 0."""
     expected = expected_shapes(config)
     absent = {name: shape for name, shape in expected.items() if name not in shapes}
-    fillable = {name for name in absent if name.endswith(".bias")}
-    problems += [f"missing {name} {list(shape)}" for name, shape in absent.items() if name not in fillable]
+    problems += [f"missing {name} {list(shape)}" for name, shape in absent.items() if not name.endswith(".bias")]
     problems += [
         f"unexpected {name} {list(shape)}, which the switches leave no place for"
         for name, shape in shapes.items()
@@ -209,7 +204,7 @@ def check_shapes(config: TransformerConfig, shapes: Mapping[str, Shape], problem
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
     ]
-    return {name: absent[name] for name in absent if name in fillable}
+    return {name: shape for name, shape in absent.items() if name.endswith(".bias")}
 
 
 # Other switches for the same tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -54,13 +54,19 @@ class RowBuffers(ABC):
     def reorder(self, rows: Ids, length: int) -> bool:
         """Copy row rows[r] to row r, up to `length`; return whether the memory changed."""
 
-    @abstractmethod
     def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
         """Bind rows from `first` on as the inputs `names`."""
+        for name, place in zip(names, self._places(rows, first), strict=True):
+            io.bind_input(name, *place)
 
-    @abstractmethod
     def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
         """Bind rows from `first` on as outputs; inputs are updated in place."""
+        for name, place in zip(names, self._places(rows, first), strict=True):
+            io.bind_output(name, *place)
+
+    @abstractmethod
+    def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:
+        """Yield device, device number, type, shape and address of each key and value."""
 
 
 def row_buffers(spec: ModelSpec, gather: RowGather | None, rows: int, length: int) -> RowBuffers:
@@ -101,13 +107,9 @@ class _HostBuffers(RowBuffers):
             array[moved, :, :length] = array[rows[moved], :, :length]
         return False
 
-    def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
-        for name, array in zip(names, self._arrays, strict=True):
-            io.bind_input(name, "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data)
-
-    def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
-        for name, array in zip(names, self._arrays, strict=True):
-            io.bind_output(name, "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data)
+    def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:
+        for array in self._arrays:
+            yield "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data
 
 
 class _DeviceBuffers(RowBuffers):
@@ -156,17 +158,10 @@ class _DeviceBuffers(RowBuffers):
         self._move([unit[rows] for unit in units], zero, rows.size, self.length, self.length)
         return True
 
-    def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
-        for index, name in enumerate(names):
-            io.bind_input(*self._place(index, name, rows), self._address(index, first))
-
-    def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
-        for index, name in enumerate(names):
-            io.bind_output(*self._place(index, name, rows), self._address(index, first))
-
-    def _place(self, index: int, name: str, rows: int) -> tuple[str, str, int, int, list[int]]:
-        shape = [rows, self._spec.cache_heads, self.length, cache_widths(self._spec)[index]]
-        return name, self._gather.device.type, 0, ELEMENT_TYPE[self._gather.dtype], shape
+    def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:
+        for index, width in enumerate(cache_widths(self._spec)):
+            shape = [rows, self._spec.cache_heads, self.length, width]
+            yield self._gather.device.type, 0, ELEMENT_TYPE[self._gather.dtype], shape, self._address(index, first)
 
     def _address(self, index: int, row: int) -> int:
         widths = cache_widths(self._spec)

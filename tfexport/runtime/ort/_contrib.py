@@ -31,12 +31,12 @@ from tfexport.contract import (
     LOGITS_TO_KEEP,
     NUM_CANDIDATES,
     POSITIONS,
-    SOURCE_IDS,
     SOURCE_MASK,
     TARGET_IDS,
     TOTAL_LENGTH,
 )
-from tfexport.runtime.checked import CheckedMultiStep, CheckedScoring, CheckedVerifying
+from tfexport.errors import InputError
+from tfexport.runtime.checked import CheckedScoring, check_step
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
 from tfexport.runtime.ort._device import OrtGraphs, encoder_runs, has_many_scores, host_value, run, still_open
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates
@@ -64,8 +64,8 @@ class _Binding:
     all_logits: Floats | None = None  # of the vocabulary, bound if tokens are scored
 
 
-class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
-    """Sources being decoded in NumPy buffers.
+class ContribBatch(CheckedScoring):
+    """Sources being decoded in NumPy buffers; implements `MultiStep` and `Verifies`.
 
     Source s has place s in the buffers of the encoder's keys and values, and rows s · width … of the cache.
     """
@@ -128,7 +128,9 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._run(bound, target_ids)
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
-    def _multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+        """Take several greedy steps."""
+        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
@@ -156,8 +158,12 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         every = np.s_[:taken, rows]
         return Candidates(token_ids[every], logits[every], log_normalizer[every])
 
-    def _verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        count, begin = target_ids.size, self._longest
+    def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read several tokens of the only row and return the candidates after each."""
+        lengths, count, begin = self.lengths, target_ids.size, self._longest
+        if lengths.size != 1 or target_ids.ndim != 1:
+            raise InputError(f"target_ids is {target_ids.shape} for {lengths.size} rows, expected [tokens] of one row")
+        check_step(self._spec, lengths.repeat(count), target_ids, num_candidates, count)
         bound = self._bound(num_candidates, count)
         bound.target_ids[0] = target_ids
         bound.positions[0] = np.arange(begin, begin + count)
@@ -167,7 +173,12 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._longest += count
         return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
 
-    def _rewind(self, length: int) -> None:
+    def rewind(self, length: int) -> None:
+        """Remove the tokens of the only row from `length` on."""
+        if self.lengths.size != 1 or not 0 <= length <= self.lengths[0]:
+            raise InputError(
+                f"length is {length} for rows of {self.lengths.tolist()}, expected 0 up to that of one row"
+            )
         self.lengths[0] = self._longest = length  # later tokens are not read before they are overwritten
 
     def _reorder(self, rows: Ids) -> None:
@@ -202,10 +213,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         del self._shared[kept.size :]
 
     def _encode(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
-        io = still_open(self._graphs.encoder).io_binding()
-        source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
-        for name, value in source.items():
-            io.bind_ortvalue_input(name, value)
+        io = self._graphs.bind_encoder(source_ids, source_mask)
         gives_back = has_many_scores(*source_ids.shape)
         own: list[Array] = []
         for name in self._graphs.cross:

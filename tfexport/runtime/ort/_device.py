@@ -61,23 +61,18 @@ MAX_SCORES = 2**21
 
 
 class OrtDevice:
-    """A device and its memory.
+    """A device and its memory; of several GPUs the first in CUDA_VISIBLE_DEVICES.
 
     NumPy never reads the device's memory. Arrays are copied to it and from it, so the code is the same for a GPU and
     the CPU.
-
-    Attributes:
-        provider: entry of `PROVIDERS`; of several GPUs it uses the first in CUDA_VISIBLE_DEVICES.
-        type: name of the device.
     """
 
     def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
         """Open a device.
 
-        `weights` is the type of the graphs' weights if narrower than the graphs' own type.
-
-        Raises:
-            BackendError: ONNX Runtime cannot use the device, or computes wrong products of quantized weights on it.
+        Args:
+            device: raises `BackendError` if ONNX Runtime cannot use it.
+            weights: type of quantized weights; raises `BackendError` if their products are wrong on this device.
         """
         self.provider, self.type = PROVIDERS[device], device
         self.provider.prepare()
@@ -194,14 +189,7 @@ class RowGather:
     def copy(self, memory: ort.OrtValue, width: int, order: Ids, address: int) -> None:
         """Write row order[r] of some memory to row r at an address, without overlap.
 
-        Args:
-            memory: memory on the device, read as [rows, width].
-            width: items of a row.
-            order: int64 of any shape.
-            address: on the device, with room for as many rows as `order` has.
-
-        Raises:
-            BackendError: the copy failed, or there are more items than the graph can count.
+        The memory is read as [rows, width]; `order` is int64 of any shape.
         """
         kind, element = self.device.type, ELEMENT_TYPE[self.dtype]
         rows = memory.tensor_size_in_bytes() // ITEM_BYTES[self.dtype] // width
@@ -219,30 +207,19 @@ class RowGather:
 
 @dataclass
 class OrtGraphs:
-    """The loaded graphs of a session.
-
-    Attributes:
-        spec: sizes, limits and token ids.
-        device: device of the graphs.
-        encoder: None after the session is closed.
-        decoder: None for an encoder-only bundle, and after the session is closed.
-        gather: moves rows on the device; None if NumPy moves them on the host.
-        cross: names of the encoder's keys and values.
-        past: names of the keys and values that the decoder reads.
-        present: names of the keys and values that the decoder writes.
-        keeps_logits: whether the decoder returns the logits of several positions (`--speculation`).
-    """
+    """The loaded graphs of a session, and the names of their keys and values."""
 
     spec: ModelSpec
     device: OrtDevice
-    encoder: ort.InferenceSession | None
-    decoder: ort.InferenceSession | None
-    gather: RowGather | None
+    encoder: ort.InferenceSession | None  # None after the session is closed
+    decoder: ort.InferenceSession | None  # None for an encoder-only bundle, and after the session is closed
+    gather: RowGather | None  # None if NumPy moves rows on the host
 
     def __post_init__(self) -> None:
         layers = self.spec.layers
         self.cross, self.past, self.present = (key_value_names(side, layers) for side in ("cross", "past", "present"))
         inputs = self.decoder.get_inputs() if self.decoder else []
+        # Whether the decoder returns the logits of several positions (`--speculation`).
         self.keeps_logits = any(tensor.name == LOGITS_TO_KEEP for tensor in inputs)
 
     def bind_encoder(self, source_ids: Ids, source_mask: Mask) -> ort.IOBinding:
@@ -260,11 +237,8 @@ class OrtGraphs:
 class Step:
     """A binding of the decoder for one number of rows, tokens and candidates.
 
-    It returns the best candidates, or the logits of the whole vocabulary. All inputs and outputs are on the device,
-    except num_candidates, because shapes are read on the host.
-
-    Attributes:
-        io: the binding; the caller binds sources and caches to it.
+    The caller binds sources and caches to `io`. All inputs and outputs are on the device, except num_candidates,
+    because shapes are read on the host.
     """
 
     def __init__(
@@ -276,15 +250,7 @@ class Step:
         target_len: int = 1,
         reads_lengths: bool = True,
     ) -> None:
-        """Allocate and bind the inputs and outputs of a step.
-
-        Args:
-            graphs: graphs of the session.
-            rows: number of decoded rows.
-            num_candidates: number of best tokens of each row; None for the logits of the vocabulary.
-            target_len: number of tokens read of each row.
-            reads_lengths: whether the graph has the lengths of the caches as input.
-        """
+        """Allocate and bind inputs and outputs; without `num_candidates` the step returns all logits."""
         device, self._graphs = graphs.device, graphs
         self.io = still_open(graphs.decoder).io_binding()
         num_best = num_candidates or 1
@@ -305,12 +271,7 @@ class Step:
         self.io.bind_ortvalue_output(LOG_NORMALIZER, self._log_normalizer)
 
     def run(self, target_ids: Ids, lengths: Ids) -> None:
-        """Read tokens.
-
-        Args:
-            target_ids: int64 [rows, target_len], or [rows] for one token each.
-            lengths: number of tokens in the cache of every row before the step, int64 [rows].
-        """
+        """Read tokens, int64 [rows, target_len] or [rows], into caches of the given lengths, int64 [rows]."""
         self._target_ids.update_inplace(np.ascontiguousarray(target_ids))
         if self._lengths is not None:
             self._lengths.update_inplace(lengths)
@@ -337,9 +298,6 @@ def encoder_runs(lengths: Ids) -> list[Ids]:
     The cost of a run is its number of rows times its longest source. In order of length, the cheapest division of the
     first n rows is one run that ends there, after the cheapest division of the rows before it. Runs with too many
     scores are cut; a source of more than 1,448 tokens always has its own run.
-
-    Args:
-        lengths: number of tokens of each source, int64 [batch], at least one source.
 
     Returns:
         Rows of each run, int64, longest source first; every row once.

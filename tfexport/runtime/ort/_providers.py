@@ -46,13 +46,9 @@ class Provider:
     """An execution provider.
 
     Attributes:
-        device: name of the device for users.
-        ort_name: name of the provider in ONNX Runtime.
         minimum: oldest version of the package that works; the extras require the same version.
         forms: decoder variants that it runs, the fastest first.
-        precisions: precisions that it computes in.
         is_host: whether it uses host memory, so that NumPy can share arrays with it.
-        options: provider options.
         prepare: raises `BackendError` if the provider cannot be used on this machine.
     """
 
@@ -66,12 +62,7 @@ class Provider:
     prepare: Callable[[], None] = lambda: None
 
     def check_placement(self, session: ort.InferenceSession, name: str) -> None:
-        """Check that a loaded graph runs on this provider's device.
-
-        Raises:
-            BackendError: the provider did not start.
-            PlacementError: the provider lacks a kernel.
-        """
+        """Raise `BackendError` if the provider did not start, `PlacementError` if it lacks a kernel of the graph."""
         if self.ort_name not in session.get_providers():
             raise BackendError(
                 f"ort: {name}: onnxruntime {ort.__version__} could not start {self.ort_name} and took "
@@ -96,12 +87,9 @@ def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
 
 
 def prepare_cuda() -> None:
-    """Check for a GPU and load the CUDA libraries of ONNX Runtime's provider.
+    """Load CUDA's libraries, or raise `BackendError` with the build, driver, GPU or libraries that are missing.
 
     ONNX Runtime itself would only log that something is missing and run on the CPU.
-
-    Raises:
-        BackendError: names the build, driver, GPU or libraries that are missing.
     """
     if CUDA.ort_name not in ort.get_available_providers():
         raise BackendError(
@@ -150,11 +138,7 @@ PROVIDERS: dict[Device, Provider] = {provider.device: provider for provider in (
 
 
 def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
-    """Ask the NVIDIA driver for a GPU; return the problem and its fix, or None.
-
-    Args:
-        library: library of the driver API, https://docs.nvidia.com/cuda/cuda-driver-api/.
-    """
+    """Ask the driver API for a GPU, https://docs.nvidia.com/cuda/cuda-driver-api/; return the problem and its fix."""
     try:
         driver = ctypes.CDLL(library)
     except OSError:

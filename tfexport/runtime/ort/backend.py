@@ -13,7 +13,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,28 +47,16 @@ from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A decoder variant: the name of its encoder graph, and its batch class."""
-
-    encoder: str
-    batch: Callable[[OrtGraphs, int], CheckedBatch]
-
-
-VARIANTS: dict[Form, Variant] = {
-    "concat": Variant(ENCODER, ConcatBatch),
-    "static": Variant(ENCODER, StaticBatch),
-    "contrib": Variant(ENCODER_CONTRIB, ContribBatch),
+# The encoder graph and the batch class of each decoder variant.
+VARIANTS: dict[Form, tuple[str, Callable[[OrtGraphs, int], CheckedBatch]]] = {
+    "concat": (ENCODER, ConcatBatch),
+    "static": (ENCODER, StaticBatch),
+    "contrib": (ENCODER_CONTRIB, ContribBatch),
 }
 
 
 class OrtSession(CheckedAligner):
-    """An exported model in ONNX Runtime.
-
-    Attributes:
-        form: decoder variant; None for an encoder-only bundle.
-        threads: CPU threads of a call; None if ONNX Runtime chooses them.
-    """
+    """An exported model in ONNX Runtime."""
 
     backend = "ort"
 
@@ -87,8 +74,8 @@ class OrtSession(CheckedAligner):
         Args:
             graphs: graphs to run.
             form: decoder variant; None for an encoder-only bundle.
-            threads: CPU threads of a call, a number for both graphs; None for one thread on each core.
-            device: device of the graphs and caches.
+            threads: CPU threads of a call, a number for both graphs; None if ONNX Runtime chooses them.
+            device: of the graphs and caches.
             host_caches: whether NumPy stores and moves the caches; None for yes on the CPU only. False on the CPU tests
                 the code for a GPU.
 
@@ -109,16 +96,14 @@ class OrtSession(CheckedAligner):
         self.limits, self.has_alignment = Limits.of(spec), ALIGNMENT in paths
         self.accuracy: Accuracy = graphs.weights or spec.precision
         self._paths, self._device = paths, OrtDevice(device, graphs.weights)
-        encoder_threads, decoder_threads = (
-            (self.threads.encoder, self.threads.decoder) if self.threads else (None, None)
-        )
+        self._encoder_threads = self.threads.encoder if self.threads else None
         decoder = gather = None
         if form is not None:
             # The decoder, the larger graph, first: weights are in memory twice while they are packed.
-            decoder = self._load(DECODER[form], decoder_threads, spin_us=STEP_SPIN_US)
+            decoder = self._load(DECODER[form], self.threads.decoder if self.threads else None, spin_us=STEP_SPIN_US)
             if not (provider.is_host if host_caches is None else host_caches):
                 gather = RowGather(self._device, self._gather_path(), FLOAT[spec.precision])
-        encoder = self._load(ENCODER if form is None else VARIANTS[form].encoder, encoder_threads)
+        encoder = self._load(ENCODER if form is None else VARIANTS[form][0], self._encoder_threads)
         self._graphs = OrtGraphs(spec, self._device, encoder, decoder, gather)
         # The alignment graph is loaded at its first use, because it has its own weights.
         self._aligner: ort.InferenceSession | None = None
@@ -130,7 +115,7 @@ class OrtSession(CheckedAligner):
 
     def _batch(self, width: int) -> CheckedBatch:
         assert self.form is not None
-        return VARIANTS[self.form].batch(self._graphs, width)
+        return VARIANTS[self.form][1](self._graphs, width)
 
     def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         io = self._graphs.bind_encoder(source_ids, source_mask)
@@ -143,7 +128,7 @@ class OrtSession(CheckedAligner):
         with self._lock:
             self._check_open()
             if self._aligner is None:
-                self._aligner = self._load(ALIGNMENT, self.threads.encoder if self.threads else None)
+                self._aligner = self._load(ALIGNMENT, self._encoder_threads)
             graph = self._aligner
         io = graph.io_binding()
         for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask), (TARGET_IDS, target_ids)):
@@ -241,15 +226,7 @@ def _forms(graphs: Container[str], device: Device, subject: object) -> list[Form
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Run a graph on each device of the installed build.
-
-    Args:
-        library: name of the library.
-        model: y = x + x on float32 [2].
-
-    Returns:
-        For each device "" if the result is correct, else the problem.
-    """
+    """Run the graph y = x + x on each device of the installed build; return the problem by device, or ""."""
     if not hasattr(ort, "InferenceSession"):
         sys.exit("hollow: the module is there, its library is not")
     ort.set_default_logger_severity(4)

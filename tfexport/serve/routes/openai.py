@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from tfexport.decode.result import FinishReason
 from tfexport.model.result import Result
 from tfexport.serve._schemas import Completion
-from tfexport.serve.http import EventStream, RequestError, event, service_of, while_connected
+from tfexport.serve.http import EventStream, RequestError, answered, event, service_of
 from tfexport.serve.inference import DECODING, Asked, arguments, submit, submit_all
 
 # Names of decoding options in the APIs of OpenAI and vLLM.
@@ -47,8 +47,7 @@ async def completions(request: Request, data: Completion) -> Response:
         one = submit(engine, prompts[0], given, stream=True)
         return EventStream(one, _events(head, one, bool(data.stream_options and data.stream_options.include_usage)))
     asked = submit_all(engine, prompts, [given] * len(prompts))
-    async with while_connected(request.receive, *asked):
-        answers = [answer for one in asked for answer in await one if isinstance(answer, Result)]
+    answers = [answer for each in await answered(request, asked) for answer in each]
     choices = [_choice(index, answer.text, answer.finish_reason) for index, answer in enumerate(answers)]
     return JSONResponse(head | {"choices": choices, "usage": _usage(asked, answers)})
 

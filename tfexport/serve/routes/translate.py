@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tfexport.errors import shortened
-from tfexport.model.result import Result
 from tfexport.serve._schemas import TranslateRequest
-from tfexport.serve.http import RequestError, Service, service_of, while_connected
+from tfexport.serve.http import RequestError, Service, answered, service_of
 from tfexport.serve.inference import arguments, submit_all
 
 
@@ -24,8 +23,7 @@ async def translate(request: Request, data: TranslateRequest) -> Response:
         several = {"num_beams": data.alternatives + 1, "num_return_sequences": data.alternatives + 1}
         given = arguments(several if data.alternatives else {}, service.config.max_timeout_s)
     asked = submit_all(service.started(name), texts, [given] * len(texts))
-    async with while_connected(request.receive, *asked):
-        found = [[answer.text for answer in await one if isinstance(answer, Result)] for one in asked]
+    found = [[answer.text for answer in each] for each in await answered(request, asked)]
     best, others = [one[0] for one in found], [one[1:] for one in found]
     answer: dict[str, Any] = {"translatedText": best[0] if is_one else best}
     if data.alternatives:

@@ -28,10 +28,10 @@ from tfexport.serve.http import (
     VERSION,
     EventStream,
     RequestError,
+    answered,
     event,
     service_of,
     unavailable,
-    while_connected,
 )
 from tfexport.serve.inference import OUTPUTS, Asked, Tensor, arguments, submit, submit_all
 from tfexport.serve.metrics import Metrics
@@ -106,8 +106,7 @@ async def model_ready(request: Request, name: str) -> Response:
 async def generate(request: Request, name: str, data: schemas.GenerateRequest) -> Response:
     """Generate from a text or from token ids."""
     head, asked = _submit(request, name, data, stream=False)
-    async with while_connected(request.receive, asked):
-        answers = await asked
+    (answers,) = await answered(request, [asked])
     return JSONResponse(head | _generated(answers, is_one=asked.request.config.num_return_sequences == 1))
 
 
@@ -165,9 +164,7 @@ async def infer(request: Request, name: str, data: schemas.InferRequest) -> Resp
             raise RequestError(400, f"output {wrong[0]!r} does not exist here, expected {', '.join(there)}")
     engine = service.started(name)
     asked = submit_all(engine, sources, given)
-    async with while_connected(request.receive, *asked):
-        found: list[Sequence[inference.Answer]] = [await one for one in asked]
-    outputs = inference.outputs_of(found, engine.model.spec.tokens.pad)
+    outputs = inference.outputs_of(await answered(request, asked), engine.model.spec.tokens.pad)
     written = [_written(outputs[output], is_binary=as_bytes) for output, as_bytes in wanted.items()]
     answer = _head(name, data.id) | {"outputs": [one for one, _ in written]}
     if not any(wanted.values()):

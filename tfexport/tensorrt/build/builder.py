@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from tfexport._io.atomic import whole_file
 from tfexport.errors import EngineError, TfexportError, raise_all
 from tfexport.tensorrt._library import PORTABLE, Library, load_library
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
-from tfexport.tensorrt.config import EngineConfig, Profile, Shape, Target
+from tfexport.tensorrt.config import EngineConfig, Profile, Target
 from tfexport.tensorrt.cuda import Gpu, need_gpu
 
 MIB = 1024 * 1024
@@ -69,7 +68,8 @@ def build_engine(
 ) -> SerializedEngine:
     """Build one engine from the results of `make_profiles` and `resolve_options`.
 
-    `on_progress` is called with the finished fraction, 0 to 1; an exception cancels the build.
+    Each profile has exactly the network's inputs, as `check_contract` ensures. `on_progress` is called with the
+    finished fraction, 0 to 1; an exception cancels the build.
 
     Raises:
         BackendError: a timing cache is requested, but there is no GPU.
@@ -262,9 +262,6 @@ def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str
 
 
 def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile]) -> None:
-    # The library silently accepts unknown names and contradictions.
-    problems = [problem for i, profile in enumerate(profiles) for problem in _misfits(network, i, profile)]
-    raise_all(EngineError, network.subject, problems)
     for index, profile in enumerate(profiles):
         made = network.builder.create_optimization_profile()
         if made is None:
@@ -275,24 +272,3 @@ def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile]) ->
             set_range(tensor.name, shapes.min, shapes.opt, shapes.max)
         if not made or config.add_optimization_profile(made) != index:
             raise EngineError(f"{network.subject}: profile {index} is refused: {network.log.reason()}")
-
-
-def _misfits(network: Network, index: int, profile: Profile) -> list[str]:
-    inputs = {tensor.name: tensor for tensor in network.inputs}
-    problems = [f"profile {index} has {name}, which is no input" for name in profile if name not in inputs]
-    problems += [f"profile {index} has no shapes for {name}" for name in inputs if name not in profile]
-    for name in inputs.keys() & profile.keys():
-        tensor, shapes = inputs[name], profile[name]
-        free = (-1,) * math.prod(tensor.shape) if tensor.is_shape_input else tensor.shape
-        if not all(_fits(shape, free) for shape in (shapes.min, shapes.opt, shapes.max)):
-            problems.append(
-                f"profile {index} gives {name} the shapes {shapes.min}, {shapes.opt} and {shapes.max}, "
-                f"expected such as {tensor.shape}"
-            )
-        elif not all(a <= b <= c for a, b, c in zip(shapes.min, shapes.opt, shapes.max, strict=True)):
-            problems.append(f"profile {index} gives {name} {shapes.min}, {shapes.opt} and {shapes.max} out of order")
-    return problems
-
-
-def _fits(shape: Shape, free: Shape) -> bool:
-    return len(shape) == len(free) and all(size in (-1, given) for given, size in zip(shape, free, strict=True))

@@ -18,7 +18,6 @@ from tfexport.contract import (
     ModelSpec,
     decoder_graph,
     encoder_graph,
-    key_value_names,
     reorder_spec,
 )
 from tfexport.errors import ConfigError, EngineError, raise_all
@@ -29,7 +28,7 @@ from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.build.builder import resolve_options
 from tfexport.tensorrt.build.network import Graph
-from tfexport.tensorrt.config import EngineConfig, decoder_plans
+from tfexport.tensorrt.config import EngineConfig, cache_aliases, decoder_plans
 from tfexport.tensorrt.cuda import Gpu
 
 T = TypeVar("T")
@@ -80,10 +79,7 @@ class ResolvedBuild:
 
     def aliases(self, plan: str) -> dict[str, str]:
         """Return output to input for outputs that share memory, in the static form."""
-        if self.form != "static" or plan in (ENCODER, REORDER):
-            return {}
-        pasts, presents = (key_value_names(prefix, self.spec.layers) for prefix in ("past", "present"))
-        return dict(zip(presents, pasts, strict=True))
+        return cache_aliases(self.spec) if self.form == "static" and plan not in (ENCODER, REORDER) else {}
 
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:

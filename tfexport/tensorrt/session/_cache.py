@@ -65,6 +65,15 @@ class BatchLayout:
         return replace(self, size=size, slots=slots), copies
 
 
+@dataclass(frozen=True)
+class _Recorded:
+    contexts: Mapping[int, Context]  # by row width
+    runner: CudaGraphRunner
+
+    def close(self) -> None:
+        self.runner.close()
+
+
 class Caches:
     """KV caches of source and target.
 
@@ -86,7 +95,11 @@ class Caches:
         self._past, self._cross = key_value_names("past", spec.layers), key_value_names("cross", spec.layers)
         self._present = key_value_names("present", spec.layers)
         self._item_bytes = ITEM_BYTES[FLOAT[spec.precision]]
-        self._reorder = CacheReorder(device)
+        self._order: Ids = device.pinned(device.engines.limits.max_batch, np.int64)
+        self._order_was_read = device.event()
+        device.memory.reserve({ORDER: self._order.nbytes})
+        self._context = device.context(REORDER)
+        self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
 
     def sizes(self, layout: BatchLayout) -> dict[str, int]:
         """Return the size of each buffer in bytes."""
@@ -133,9 +146,19 @@ class Caches:
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
         """Queue a reorder: row r becomes row order[r], int64 [rows]; needs the twins."""
         widths = self._row_sizes(self._past, layout, past_len)
-        pairs = {(name, twin): widths[name] for name, twin in zip(self._past, self._present, strict=True)}
-        key = (layout.num_rows, layout.capacity, self.side) if self._form == "static" else None
-        self._reorder.run(pairs, order, key)
+        pairs: dict[int, list[Pair]] = defaultdict(list)  # by elements in a row
+        for name, twin in zip(self._past, self._present, strict=True):
+            pairs[widths[name]].append((name, twin))
+        self._device.cuda.wait(self._order_was_read)
+        self._order[: order.size] = order
+        if self._form == "static":
+            self._replay_reorder(pairs, order.size, (layout.num_rows, layout.capacity, self.side))
+        else:
+            self._upload_order(order.size)
+            for width, group in pairs.items():
+                self._bind(self._context, width, order.size)
+                self._gather(self._context, group)
+        self._device.cuda.record(self._order_was_read, self._device.stream)
         self.exchange()
 
     def exchange(self) -> None:
@@ -146,7 +169,7 @@ class Caches:
 
     def forget(self) -> None:
         """Free the CUDA graphs before buffers move or the replica closes."""
-        self._reorder.forget()
+        self._recorded.clear()
 
     def _sizes(self, names: Sequence[str], layout: BatchLayout) -> dict[str, int]:
         lengths = dict.fromkeys(("capacity", "past_len", "past_len + target_len"), layout.capacity)
@@ -159,54 +182,7 @@ class Caches:
         dims = {"batch": 1, "rows": 1, **lengths}
         return {name: math.prod(shape_of(self._tensors[name], dims)) for name in names}
 
-
-@dataclass(frozen=True)
-class _Recorded:
-    contexts: Mapping[int, Context]  # by row width
-    runner: CudaGraphRunner
-
-    def close(self) -> None:
-        self.runner.close()
-
-
-class CacheReorder:
-    """Copies rows of each cache into its twin with the `reorder` engine."""
-
-    def __init__(self, device: DeviceResources) -> None:
-        self._device = device
-        self._order: Ids = device.pinned(device.engines.limits.max_batch, np.int64)
-        self._order_was_read = device.event()
-        device.memory.reserve({ORDER: self._order.nbytes})
-        self._context = device.context(REORDER)
-        self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
-
-    def run(self, widths: Mapping[Pair, int], order: Ids, key: tuple[int, ...] | None) -> None:
-        """Queue a gather: row r of each written cache becomes row order[r] of its source.
-
-        Args:
-            widths: elements in a row, by pair of caches.
-            order: int64 [rows].
-            key: calls with an equal key share a CUDA graph; None does not use one.
-        """
-        pairs: dict[int, list[Pair]] = defaultdict(list)
-        for pair, width in widths.items():
-            pairs[width].append(pair)
-        self._device.cuda.wait(self._order_was_read)
-        self._order[: order.size] = order
-        if key is not None:
-            self._replay(pairs, order.size, key)
-        else:
-            self._upload(order.size)
-            for width, group in pairs.items():
-                self._bind(self._context, width, order.size)
-                self._gather(self._context, group)
-        self._device.cuda.record(self._order_was_read, self._device.stream)
-
-    def forget(self) -> None:
-        """Free the CUDA graphs."""
-        self._recorded.clear()
-
-    def _replay(self, pairs: Mapping[int, Sequence[Pair]], num_rows: int, key: tuple[int, ...]) -> None:
+    def _replay_reorder(self, pairs: Mapping[int, Sequence[Pair]], num_rows: int, key: tuple[int, ...]) -> None:
         device = self._device
 
         def record() -> _Recorded:
@@ -218,7 +194,7 @@ class CacheReorder:
         recorded = self._recorded.get(key, record)
 
         def queue() -> None:
-            self._upload(num_rows)
+            self._upload_order(num_rows)
             for width, group in pairs.items():
                 self._gather(recorded.contexts[width], group)
 
@@ -227,7 +203,7 @@ class CacheReorder:
 
         recorded.runner.run(REORDER, queue, can_capture)
 
-    def _upload(self, num_rows: int) -> None:
+    def _upload_order(self, num_rows: int) -> None:
         self._device.cuda.upload(self._device.memory[ORDER], self._order[:num_rows], self._device.stream)
 
     def _bind(self, context: Context, width: int, num_rows: int) -> None:

@@ -14,7 +14,6 @@ from tfexport.contract import (
     ModelSpec,
     decoder_graph,
     encoder_graph,
-    key_value_names,
     reorder_spec,
 )
 from tfexport.errors import BackendError
@@ -24,7 +23,7 @@ from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt._library import Library
-from tfexport.tensorrt.config import EngineLimits, decoder_plans
+from tfexport.tensorrt.config import EngineLimits, cache_aliases, decoder_plans
 from tfexport.tensorrt.cuda import Cuda, need_gpu
 from tfexport.tensorrt.session._batch import TrtBatch, check_limit
 from tfexport.tensorrt.session._engine import Engine
@@ -101,6 +100,7 @@ class TrtSession(CheckedSession):
         """
         contracts = {ENCODER: (encoder_graph(spec), 1)}
         decoders = decoder_plans(form, limits) if form else {}
+        aliases = cache_aliases(spec) if form == "static" else {}
         if form:
             contracts |= dict.fromkeys(decoders, (decoder_graph(spec, form), 2))
             contracts[REORDER] = (reorder_spec(spec.precision), 1)
@@ -109,7 +109,7 @@ class TrtSession(CheckedSession):
             if name not in engines:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
             made[name] = Engine(name, engines[name], library.trt, reason, kernels)
-            made[name].check(contract, num_profiles, _aliases(spec) if name in decoders and form == "static" else {})
+            made[name].check(contract, num_profiles, aliases if name in decoders else {})
         self._engines, self._kernels, self._capacities = made, kernels, tuple(decoders.values())
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
@@ -184,8 +184,3 @@ def _limits(spec: ModelSpec, limits: EngineLimits) -> Limits:
         target_length=length("target", limits.max_target_length, spec.max_target_length),
         candidates=Limit(limits.max_candidates, build("--maxShapes num_candidates:")),
     )
-
-
-def _aliases(spec: ModelSpec) -> dict[str, str]:
-    names = (key_value_names(prefix, spec.layers) for prefix in ("present", "past"))
-    return dict(zip(*names, strict=True))
