@@ -127,21 +127,21 @@ def test_every_command_line_parses(name: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
-def test_every_command_and_option_is_in_the_docs(name: str) -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
-    assert f"tfexport {name}" in text
-    decoding = {row[0].strip("`") for row in table(ROOT / "docs" / "reference" / "generation.md", "option")}
-    for option in main.commands[name].params:
-        if isinstance(option, click.Option) and option.name not in decoding:
-            for spelled in (*option.opts, *option.secondary_opts):
-                assert re.search(rf"{spelled}(?![\w-])", text), f"{spelled} of tfexport {name}"
-    shown = CliRunner().invoke(main, [name, "--help"])
-    assert shown.exit_code == 0
+def test_every_command_is_in_the_docs(name: str) -> None:
+    """Its options are in the command line reference, which the site generates."""
+    assert f"tfexport {name}" in "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
+    assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
 
 
 def anchors(path: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    if "<!-- commands -->" in text:  # the site generates these headings
+        headings += main.commands
+    return {
+        *(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings),
+        *re.findall(r'<a id="([\w-]+)"></a>', text),
+    }
 
 
 @pytest.mark.parametrize("path", [*DOCS, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
