@@ -1,4 +1,4 @@
-"""The recipes of docs/guides/cookbook.md work: files are written, commands run, and their output is compared."""
+"""The tutorial and the recipes of the cookbook work: files are written, commands run, and their output is compared."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.integrations.triton.server import PYTHON, Triton, triton
-from tests.test_docs import Block, blocks, same, sessions
+from tests.test_docs import Block, blocks, same
 
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGE = ROOT / "docs" / "guides" / "cookbook.md"
 PATIENCE_S = 600.0
 STAYS = re.compile(r"tfexport serve |uvicorn |python -m http\.server |tritonserver ")
@@ -24,9 +25,9 @@ IS_UP = re.compile(r"ready after|startup complete|Serving HTTP")
 
 
 def stories() -> dict[str, list[Block]]:
-    """Return the blocks of each story, by its heading."""
+    """Return the blocks of the tutorial, and of each recipe by its heading."""
     source = PAGE.read_text(encoding="utf-8")
-    found: dict[str, list[Block]] = {}
+    found = {"tutorial": list(blocks(TUTORIAL))}
     headings = [(source.count("\n", 0, h.start()) + 1, h[1]) for h in re.finditer(r"^## (.+)$", source, re.MULTILINE)]
     for block in blocks(PAGE):
         line = int(block.name.rpartition(":")[2])
@@ -97,7 +98,7 @@ def test_a_story_goes_as_it_is_told(name: str, tmp_path: Path) -> None:
                 assert file, f"{block.name} does not say which file it is"
                 (tmp_path / file[1]).write_text(block.text, encoding="utf-8")
                 continue
-            for command, shown in sessions(block):
+            for command, shown in terminal(block):
                 here = command.replace("localhost:8000", f"localhost:{port}")
                 if command.startswith("tritonserver "):
                     server = servers.enter_context(in_triton(tmp_path / command.split()[-1], tmp_path / "triton"))
@@ -120,9 +121,9 @@ def test_a_story_goes_as_it_is_told(name: str, tmp_path: Path) -> None:
                     assert same(done.stdout.rstrip("\n"), shown.rstrip("\n")), f"{command} prints:\n{done.stdout}"
 
 
-def test_every_story_begins_with_what_one_has() -> None:
-    assert len(STORIES) == 6
-    text = PAGE.read_text(encoding="utf-8")
-    assert text.count("**You have**") == len(STORIES)
-    for name in STORIES:
-        assert f"[{name}](#" in text
+def terminal(block: Block) -> Iterator[tuple[str, str]]:
+    """Return the commands of a terminal as they are typed, and what they print."""
+    for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        lines = session.splitlines()
+        end = next(n for n, line in enumerate(lines) if not line.endswith("\\"))
+        yield "\n".join(lines[: end + 1]), "\n".join(lines[end + 1 :])
