@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.integrations.triton.server import PYTHON, Triton, triton
-from tests.test_docs import Block, blocks, same
+from tests.test_docs import Block, blocks, same, sessions
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGE = ROOT / "docs" / "guides" / "cookbook.md"
@@ -98,7 +98,7 @@ def test_a_story_goes_as_it_is_told(name: str, tmp_path: Path) -> None:
                 assert file, f"{block.name} does not say which file it is"
                 (tmp_path / file[1]).write_text(block.text, encoding="utf-8")
                 continue
-            for command, shown in terminal(block):
+            for command, shown in sessions(block):
                 here = command.replace("localhost:8000", f"localhost:{port}")
                 if command.startswith("tritonserver "):
                     server = servers.enter_context(in_triton(tmp_path / command.split()[-1], tmp_path / "triton"))
@@ -119,11 +119,3 @@ def test_a_story_goes_as_it_is_told(name: str, tmp_path: Path) -> None:
                 assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
                 if shown.strip() != "…":
                     assert same(done.stdout.rstrip("\n"), shown.rstrip("\n")), f"{command} prints:\n{done.stdout}"
-
-
-def terminal(block: Block) -> Iterator[tuple[str, str]]:
-    """Return the commands of a terminal as they are typed, and what they print."""
-    for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-        lines = session.splitlines()
-        end = next(n for n, line in enumerate(lines) if not line.endswith("\\"))
-        yield "\n".join(lines[: end + 1]), "\n".join(lines[end + 1 :])
