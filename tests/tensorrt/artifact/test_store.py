@@ -18,6 +18,7 @@ from tests.tensorrt.artifact import stored
 from tests.tensorrt.artifact.stored import L4, MACHINE, PLANS, TENSORRT
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BundleError, EngineError
+from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.store import add_engine, choose_engine, engine_names, open_engine
 
 NAME = "tensorrt-rtx-static-fp32"
@@ -78,6 +79,24 @@ def test_what_its_manifest_does_not_name_is_not_replaced(bundle: Bundle, engine:
     with pytest.raises(EngineError, match=r"is no engine \(engine\.json is not JSON .*--force replaces engines only"):
         stored.store(bundle, stored.manifest(bundle), force=True)
     assert (engine / "mine.plan").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "1.7-NVIDIA-L4/notes.txt"])
+def test_a_file_among_kernels_is_not_deleted(bundle: Bundle, engine: Path, name: str) -> None:
+    path = engine / "kernels" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    with pytest.raises(EngineError, match=f"holds more than an engine: 'kernels/{name}' does not belong to it"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+    assert path.read_text() == "mine"
+
+
+def test_an_engine_with_kernels_is_replaced(bundle: Bundle, engine: Path) -> None:
+    KernelStore(engine, {"encoder": "1" * 64}, "1.7.1.116", L4).write({"encoder": b"kernels"})
+    assert (engine / "kernels").exists()
+    open_engine(bundle.path, NAME).check_plans()
+    stored.store(bundle, stored.manifest(bundle), force=True)
+    assert not (engine / "kernels").exists(), "they belong to other plans"
 
 
 def test_a_file_that_comes_during_a_build_is_not_lost(bundle: Bundle, engine: Path) -> None:
