@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -69,22 +68,9 @@ def test_a_staged_bundle_opens_before_it_is_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ort", "eager"])
-def test_load_refuses_weights_that_were_changed(backend: str, dates_bundle: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "dates"
-    shutil.copytree(dates_bundle, copy)
-    with (copy / "weights.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(BundleError, match=r"weights\.safetensors was changed"):
-        tfexport.load(copy, backend=backend)
-
-
-def test_load_names_changed_weights_before_what_else_is_wrong(dates_bundle: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "dates"
-    shutil.copytree(dates_bundle, copy)
+def test_load_names_changed_weights_before_anything_else(backend: str, dates_bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(dates_bundle, tmp_path / "dates")
     weights = copy / "weights.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))  # no header: neither backend could read it
     with pytest.raises(BundleError, match=r"weights\.safetensors was changed"):
-        tfexport.load(copy, backend="eager")
+        tfexport.load(copy, backend=backend)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfexport
-from tests.bundle.made import CONTENT, another, edit, make, refused
+from tests.bundle.made import CONTENT, edit, make, refused
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.describe import inspect_path
 from tfexport.errors import BundleError, ConfigError
@@ -23,34 +23,24 @@ from tfexport.errors import BundleError, ConfigError
 # ---- files that were tampered with
 
 
-@given(name=st.sampled_from([name for name in CONTENT if CONTENT[name]]), data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_any_changed_byte_of_a_file_is_refused(shared: Path, name: str, data: st.DataObject) -> None:
-    _change_a_byte(shared, name, data, message=f"{name} was changed")
-
-
-@given(data=st.data())
+@given(name=st.sampled_from(["manifest.json", *(name for name in CONTENT if CONTENT[name])]), data=st.data())
 @settings(max_examples=120, deadline=None)
-def test_any_changed_byte_of_the_manifest_is_refused(shared: Path, data: st.DataObject) -> None:
-    # What is said of it depends on the byte: a digit may make it a newer version.
-    _change_a_byte(shared, "manifest.json", data, message="bundle")
+def test_any_changed_byte_is_refused(shared: Path, name: str, data: st.DataObject) -> None:
+    original = (shared / name).read_bytes()
+    place = data.draw(st.integers(0, len(original) - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda byte: byte != original[place]))
+    (shared / name).write_bytes(original[:place] + bytes([byte]) + original[place + 1 :])
+    try:
+        # The message for the manifest depends on the byte: a digit may make it a newer version.
+        refused(shared, "bundle" if name == "manifest.json" else f"{name} was changed")
+    finally:
+        (shared / name).write_bytes(original)
+    open_bundle(shared)
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("shared") / "bundle").path
-
-
-def _change_a_byte(path: Path, name: str, data: st.DataObject, *, message: str) -> None:
-    original = (path / name).read_bytes()
-    place = data.draw(st.integers(0, len(original) - 1))
-    byte = data.draw(st.integers(0, 255).filter(lambda byte: byte != original[place]))
-    (path / name).write_bytes(original[:place] + bytes([byte]) + original[place + 1 :])
-    try:
-        refused(path, message)
-    finally:
-        (path / name).write_bytes(original)
-    open_bundle(path)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", *(name for name in CONTENT if CONTENT[name])])
@@ -62,16 +52,6 @@ def test_cut_anywhere_is_refused(shared: Path, name: str) -> None:
             refused(shared, name)
     finally:
         (shared / name).write_bytes(whole)
-
-
-@pytest.mark.parametrize("name", CONTENT)
-def test_parts_of_two_exports_do_not_go_together(bundle: Path, tmp_path: Path, name: str) -> None:
-    """Each is whole in itself."""
-    other = make(tmp_path / "other", {key: another(key) for key in CONTENT}).path
-    shutil.copy(other / name, bundle / name)
-    refused(bundle, f"{name} has {len(another(name))} bytes, expected {len(CONTENT[name])}")
-    shutil.copy(other / "manifest.json", bundle / "manifest.json")
-    refused(bundle, *(f"{one} has {len(CONTENT[one])} bytes" for one in CONTENT if one != name))
 
 
 def test_everything_wrong_is_named_at_once(bundle: Path) -> None:
@@ -110,9 +90,6 @@ def test_links_are_refused_wherever_they_lead(bundle: Path, tmp_path: Path) -> N
     (bundle / "deep" / "er.bin").unlink()
     os.link(outside / "er.bin", bundle / "deep" / "er.bin")
     refused(bundle, "'deep/er.bin' is a hard link (2 names)")
-
-
-def test_engines_may_not_be_a_link(bundle: Path, tmp_path: Path) -> None:
     (bundle / "engines").symlink_to(tmp_path, target_is_directory=True)
     refused(bundle, "'engines' is a symbolic link")
 
@@ -133,6 +110,31 @@ def test_a_file_that_became_a_directory_is_refused(bundle: Path) -> None:
 # ---- manifests that were tampered with
 
 
+def test_every_wrong_value_is_named_at_once(bundle: Path) -> None:
+    def spoil(data: dict[str, Any]) -> None:
+        data["kind"] = ["decoder"]
+        data["config"]["encoder"]["layers"] = None
+        data["graphs"]["encoder"]["inputs"] = {}
+        del data["graphs"]["decoder_static"]["file"]
+        data["files"]["decoder.onnx"]["sha256"] = "00"
+        data["checkpoint"] = {"mine.pt": {"bytes": -1, "sha256": "0" * 64}}
+        data["extra"] = {}
+
+    edit(bundle, spoil)
+    with pytest.raises(BundleError) as caught:
+        open_bundle(bundle)
+    assert (caught.value.subject, caught.value.remedy) == (f"bundle {bundle}: manifest.json", "export it again")
+    assert sorted(caught.value.problems) == [
+        "checkpoint.mine.pt: bytes is -1, expected 0 or more",
+        "config.encoder.layers is None, expected a whole number",
+        "files.decoder.onnx: sha256 is '00', expected 64 hexadecimal digits",
+        "graphs.encoder.inputs is {}, expected a list of an object",
+        "kind is ['decoder'], expected 'encoder-decoder' or 'encoder'",
+        "missing key graphs.decoder_static.file",
+        "unknown key extra",
+    ]
+
+
 def test_a_manifest_that_is_a_link_is_refused(bundle: Path, tmp_path: Path) -> None:
     shutil.move(bundle / "manifest.json", tmp_path / "manifest.json")
     (bundle / "manifest.json").symlink_to(tmp_path / "manifest.json")
@@ -148,14 +150,11 @@ def test_a_manifest_that_is_a_link_is_refused(bundle: Path, tmp_path: Path) -> N
         ("/etc/passwd", "files has '/etc/passwd', expected a plain relative path inside the bundle"),
         ("../outside", "files has '../outside', expected"),
         ("deep/../../outside", "files has 'deep/../../outside', expected"),
-        ("./encoder.onnx", "expected a plain relative path"),
         ("", "files has '', expected"),
         ("..\\outside", "expected a plain relative path"),
         ("C:outside", "expected a plain relative path"),
         ("nul\0byte", "expected a plain relative path"),
-        ("\udc80", "half of a surrogate pair"),
         ("encoder.onnx\n", "expected a plain relative path"),
-        ("e\u0301", "expected a plain relative path"),
         ("Manifest.JSON", "expected a plain relative path"),
         ("manifest.json.sig", "expected a plain relative path"),
         ("engines/key/plan", "expected a plain relative path"),
@@ -169,49 +168,6 @@ def test_paths_that_are_not_plain_are_refused(bundle: Path, name: str, message: 
     edit(bundle, lambda data: data["files"].update({name: entry}))
     text = refused(bundle)
     assert message in text or ("Encoder" in name and "one file where case does not count" in text)
-
-
-def test_every_wrong_value_is_named_at_once(bundle: Path) -> None:
-    def spoil(data: dict[str, Any]) -> None:
-        data["kind"] = ["decoder"]
-        data["spec"]["d_model"] = "eight"
-        data["spec"]["wings"] = 2
-        data["config"]["encoder"]["layers"] = None
-        data["graphs"]["encoder"]["opset"] = True
-        data["graphs"]["encoder"]["inputs"] = {}
-        data["graphs"]["decoder"]["outputs"][0]["dtype"] = None
-        data["files"]["encoder.onnx"]["bytes"] = -1
-        data["files"]["decoder.onnx"]["sha256"] = "00"
-        data["files"]["tokenizer.json"] = None
-        data["versions"] = {"onnx": 1}
-        data["checkpoint"] = {"mine.pt": {"bytes": 1, "sha256": "x"}}
-        data["parity"] = "passed"
-        data["extra"] = {}
-
-    edit(bundle, spoil)
-    edit(bundle, lambda data: data["graphs"]["decoder_static"].pop("file"))
-    with pytest.raises(BundleError) as caught:
-        open_bundle(bundle)
-    assert caught.value.subject == f"bundle {bundle}: manifest.json"
-    assert caught.value.remedy == "export it again"
-    dtype, *problems = sorted(caught.value.problems, key=lambda problem: "dtype" not in problem)
-    assert dtype.startswith("graphs.decoder.outputs[0].dtype is None, expected 'int64' or ")
-    assert sorted(problems) == [
-        "checkpoint.mine.pt: sha256 is 'x', expected 64 hexadecimal digits",
-        "config.encoder.layers is None, expected a whole number",
-        "files.decoder.onnx: sha256 is '00', expected 64 hexadecimal digits",
-        "files.encoder.onnx: bytes is -1, expected 0 or more",
-        "files.tokenizer.json is None, expected an object",
-        "graphs.encoder.inputs is {}, expected a list of an object",
-        "graphs.encoder.opset is True, expected a whole number",
-        "kind is ['decoder'], expected 'encoder-decoder' or 'encoder'",
-        "missing key graphs.decoder_static.file",
-        "parity is 'passed', expected an object or null",
-        "spec.d_model is 'eight', expected a whole number",
-        "unknown key extra",
-        "unknown key spec.wings",
-        "versions.onnx is 1, expected a text",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -281,13 +237,9 @@ def test_no_version_at_all_is_refused(bundle: Path, version: object) -> None:
         (b"", "manifest.json is not JSON"),
         (b"[1]", "manifest.json is [1], expected an object"),
         (b'{"format_version": 1, "files": {"a": 1, "b": 2, "a": 3}}', "key a is given twice"),
-        (b'{"format_version": NaN}', "NaN is no JSON number"),
-        (b'{"format_version": 1e999}', "'1e999' is too large for a number"),
-        (b'{"format_version": "\xff"}', "manifest.json is not JSON ('utf-8' codec"),
-        (b"[" * 100_000, "manifest.json is not JSON"),
         (b" " * (4 * 1024 * 1024 + 1), "manifest.json has 4194305 bytes, the limit is 4194304"),
     ],
-    ids=["empty", "list", "twice", "NaN", "Infinity", "bytes", "deep", "huge"],
+    ids=["empty", "list", "twice", "huge"],
 )
 def test_a_manifest_that_is_no_manifest_is_refused(bundle: Path, raw: bytes, message: str) -> None:
     (bundle / "manifest.json").write_bytes(raw)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,34 +50,31 @@ def test_force_follows_a_link(bundle: Path) -> None:
     assert open_bundle(bundle) == after
 
 
-def test_force_deletes_nothing_but_bundles(bundle: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "thesis.tex").write_text("years of work")
-    for manifest in (
-        None,
-        "{}",
-        '{"name": "a web page"}',
-        '{"files": {}}',
-        "not JSON",
-        '{"format_version": 1, "files": []}',
-    ):
-        if manifest is not None:
-            (home / "manifest.json").write_text(manifest)
-        with (
-            pytest.raises(BundleError, match="is no bundle; --force replaces bundles only"),
-            create_bundle(home, force=True),
-        ):
-            pytest.fail("the block must not run")
-    (bundle / "deep" / "notes.txt").write_text("mine")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: None,
+        lambda manifest: "{}",
+        lambda manifest: "not JSON",
+        lambda manifest: '{"format_version": 1, "files": {"thesis.tex": {}}}',
+        lambda manifest: manifest.replace('"encoder.onnx"', '"thesis.tex"'),
+        lambda manifest: manifest.replace('"format_version": 1', '"format_version": 99'),
+    ],
+)
+def test_force_replaces_only_bundles(bundle: Path, change: Callable[[str], str | None]) -> None:
+    """Only a manifest that tfexport wrote may name files to delete."""
+    (bundle / "thesis.tex").write_text("years of work")
+    manifest = change((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").unlink()
+    if manifest is not None:
+        (bundle / "manifest.json").write_text(manifest)
     with (
-        pytest.raises(BundleError, match=r"holds more than a bundle: 'deep/notes\.txt' does not belong to it"),
+        pytest.raises(BundleError, match="is no bundle; --force replaces bundles only; choose another name or remove"),
         create_bundle(bundle, force=True),
     ):
         pytest.fail("the block must not run")
-    assert (home / "thesis.tex").read_text() == "years of work"
-    assert (bundle / "deep" / "notes.txt").read_text() == "mine"
-    assert siblings(bundle) == ["home"]
+    assert (bundle / "thesis.tex").read_text() == "years of work"
+    assert siblings(bundle) == []
 
 
 def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:

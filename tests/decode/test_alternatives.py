@@ -7,16 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import tfexport
-from tests import tiny
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
 from tfexport.decode.offline import decode
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, ConfigError, InputError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.session import Session
 
 VOCAB = 12
@@ -105,18 +102,6 @@ def test_the_eager_model_and_its_graphs_have_the_same_alternatives(dates_bundle:
         assert log_probs == pytest.approx([value for _, value in expected], abs=1e-4)
         assert found[0].text == "1989-07-14"
         assert len({one.text[:6] for one in found}) == 3
-
-
-def test_a_tiny_model_through_eager() -> None:
-    session = EagerSession(tiny.model(tiny.config(), dtype=torch.float32))
-    config = DecodeConfig(return_alternatives=True, num_return_sequences=5)
-    sources, prefixes = [[5, 6, 7], [9], [4, 3, 8, 11]], [[7], [3, 12, 5], []]
-    for source, prefix, found in zip(
-        sources, prefixes, decode(session, sources, config, prefixes=prefixes), strict=True
-    ):
-        expected = by_hand(session, source, prefix, 5, next_tokens(session, source, prefix))
-        assert [best.token_ids for best in found] == [token_ids for token_ids, _ in expected]
-        assert [best.log_prob for best in found] == pytest.approx([value for _, value in expected], abs=1e-3)
 
 
 def test_filters_and_forced_tokens_come_first() -> None:

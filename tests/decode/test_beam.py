@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -11,14 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decode.scripted import EOS, PAD, START, ScriptedSession, drawn, table
-from tfexport.decode._beam import BeamSearch
+from tests.decode.scripted import EOS, ScriptedSession, drawn, table
 from tfexport.decode.offline import decode
-from tfexport.decode.request import check_requests
-from tfexport.decode.result import Hypothesis
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import close_up, pad_right
 
 SOURCES = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=5), min_size=1, max_size=7)
 CONFIGS = st.builds(
@@ -42,25 +37,6 @@ GARDEN_PATH = {
 }
 
 
-def beam_search(session: ScriptedSession, sources: list[list[int]], config: DecodeConfig) -> list[list[Hypothesis]]:
-    """Search with any number of beams, one too, whatever a request would be refused for."""
-    plain = check_requests(session, sources, replace(config, num_beams=1, num_return_sequences=1))
-    requests = [replace(request, config=config) for request in plain]
-    search, batch = BeamSearch(config, session.spec), session.batch(config.num_beams)
-    search.add(requests)
-    batch.add(*pad_right(sources, PAD), [request.prompt for request in requests])
-    results: dict[int, list[Hypothesis]] = {}
-    while search.requests:
-        taken = search.take(batch.step(search.history.newest, search.num_candidates()))
-        batch.reorder(np.arange(batch.lengths.size) if taken.rows is None else taken.rows)
-        results |= {search.requests[place].text: found for place, found in taken.done.items()}  # type: ignore[misc]
-        if taken.done:
-            left = np.array(list(taken.done))
-            search.remove(close_up(len(search.requests), left))
-            batch.remove(left)
-    return [results[text] for text in range(len(sources))]
-
-
 def test_finds_what_greedy_misses() -> None:
     session = ScriptedSession(8, table(8, GARDEN_PATH))
     assert decode(session, [[9]], DecodeConfig(max_new_tokens=3))[0][0].token_ids == (3, 5, EOS)
@@ -70,14 +46,6 @@ def test_finds_what_greedy_misses() -> None:
     assert best.log_prob == pytest.approx(math.log(0.4 * 0.9 * 0.9))
     assert best.score == pytest.approx(math.log(0.4 * 0.9 * 0.9) / 3**2.0)
     assert (second.token_ids, second.finish_reason) == ((3, 5, EOS), "eos")
-
-
-def test_only_the_better_half_of_the_extensions_may_end() -> None:
-    # With two beams, EOS comes third behind 3 and 4: it is no hypothesis, though likelier than (4, 5), .3 · .3 = .09.
-    script = table(8, {(): {3: 0.5, 4: 0.3, EOS: 0.15}, (3,): {5: 0.9}, (4,): {5: 0.3}})
-    config = DecodeConfig(num_beams=2, num_return_sequences=2, max_new_tokens=2, length_penalty=0.0)
-    found = decode(ScriptedSession(8, script), [[9]], config)[0]
-    assert [hypothesis.token_ids for hypothesis in found] == [(3, 5), (4, 5)]
 
 
 @pytest.mark.parametrize(
@@ -106,38 +74,6 @@ def test_early_stopping(early_stopping: bool | str, steps: int, expected: tuple[
     assert (len(session.steps), found[0].token_ids) == (steps, expected)
 
 
-def test_never_judges_by_the_present_length_where_length_costs() -> None:
-    # After two tokens the places hold log .06 = -2.81 and log(.9 · .05) · 2 = -6.20; the running beam would score
-    # log(.9 · .6) · 16 = -9.86 at the limit, but scores log(.9 · .6) · 2 = -1.23 now and -2.17 with its end.
-    rows = {(): {3: 0.9, EOS: 0.06}, (3,): {5: 0.6, EOS: 0.05}, (3, 5): {EOS: 0.9}}
-    script = table(40, rows)
-    session = ScriptedSession(40, lambda source, history: script(source, history if history[1:] in rows else (START,)))
-    config = DecodeConfig(num_beams=2, max_new_tokens=16, early_stopping="never", length_penalty=-1.0)
-    best = decode(session, [[9]], config)[0][0]
-    assert (best.token_ids, best.score) == ((3, 5, EOS), pytest.approx(math.log(0.9 * 0.6 * 0.9) * 3))
-
-
-def test_enough_beams_find_the_best_of_all() -> None:
-    vocab, length = 5, 3
-    script = drawn(vocab, eos_bias=-99)
-    config = DecodeConfig(num_beams=2, max_new_tokens=length)
-
-    def log_prob(tokens: tuple[int, ...]) -> float:
-        total = 0.0
-        for position, token in enumerate(tokens):
-            logits = script((9,), (START, *tokens[:position]))
-            total += logits[token] - np.log(np.exp(logits).sum())
-        return total
-
-    everything = sorted(itertools.product(range(vocab), repeat=length), key=log_prob, reverse=True)
-    # 64 beams hold all 5 · 5 beginnings; the vocabulary need not hold twice as many for this.
-    (found,) = beam_search(
-        ScriptedSession(vocab, script), [[9]], replace(config, num_beams=64, num_return_sequences=64)
-    )
-    assert [hypothesis.token_ids for hypothesis in found] == everything[:64]
-    np.testing.assert_allclose([one.log_prob for one in found], [log_prob(one) for one in everything[:64]], rtol=1e-5)
-
-
 def test_settled_sources_leave_the_batch() -> None:
     def script(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
         logits = np.arange(6.0)
@@ -149,14 +85,6 @@ def test_settled_sources_leave_the_batch() -> None:
     found = decode(session, [[5], [3], [3]], config)
     assert [len(hypotheses[0].token_ids) for hypotheses in found] == [5, 3, 3]
     assert [rows for rows, _ in session.steps] == [6, 6, 6, 2, 2]
-
-
-def test_forced_first_token_starts_one_beam() -> None:
-    session = ScriptedSession(8, table(8, {(3,): {5: 0.3, 6: 0.25}, (3, 5): {EOS: 0.5}, (3, 6): {EOS: 0.2}}))
-    config = DecodeConfig(num_beams=2, num_return_sequences=2, forced_bos_token_id=3, max_new_tokens=2)
-    found = decode(session, [[9]], config)[0]
-    assert [hypothesis.token_ids for hypothesis in found] == [(3, 5), (3, 6)]
-    assert found[0].score == pytest.approx(math.log(0.3) / 2)
 
 
 def test_fewer_hypotheses_where_bans_leave_fewer() -> None:
@@ -185,14 +113,3 @@ def test_a_result_depends_on_its_source_only(
     order.shuffle(shuffled)  # type: ignore[attr-defined]
     found = decode(session, [sources[text] for text in shuffled], config)
     assert found == [alone[text] for text in shuffled]
-
-
-@given(sources=SOURCES, ngram=st.integers(0, 3), least=st.integers(0, 4))
-@settings(max_examples=50, deadline=None)
-def test_one_beam_is_greedy(sources: list[list[int]], ngram: int, least: int) -> None:
-    session = ScriptedSession(12, drawn(12, eos_bias=1))
-    config = DecodeConfig(no_repeat_ngram_size=ngram, min_new_tokens=least, max_new_tokens=9)
-    for (greedy,), (beam,) in zip(decode(session, sources, config), beam_search(session, sources, config), strict=True):
-        assert greedy.token_ids == beam.token_ids
-        assert greedy.finish_reason == beam.finish_reason
-        assert greedy.score == pytest.approx(beam.score, rel=1e-5)

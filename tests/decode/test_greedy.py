@@ -30,12 +30,6 @@ def test_takes_the_best_token_until_the_end() -> None:
     assert found == [Hypothesis((3, 5, EOS), pytest.approx(log_prob / 3), pytest.approx(log_prob), "eos")]
 
 
-def test_stops_at_max_new_tokens() -> None:
-    script = table(6, {(): {3: 0.5, 4: 0.4}, (3,): {5: 0.7}})
-    (found,) = decode(ScriptedSession(6, script), [[7]], DecodeConfig(max_new_tokens=2))
-    assert (found[0].token_ids, found[0].finish_reason) == ((3, 5), "length")
-
-
 def test_fills_the_model_when_no_limit_is_given() -> None:
     session = ScriptedSession(6, drawn(6, eos_bias=-99), max_target_length=9)
     found = decode(session, [[7], [8]], DecodeConfig(), prefixes=[[], [3, 4]])
@@ -68,12 +62,6 @@ def test_prefix_is_in_the_ids_but_not_in_the_score() -> None:
         Hypothesis((4, 3, 5, EOS), pytest.approx(math.log(0.42) / 2), pytest.approx(math.log(0.42)), "eos")
     ]
     assert len(session.steps) == 2, "start token and prefix are read when the text is added"
-
-
-def test_forced_first_token_counts_as_generated_and_costs_nothing() -> None:
-    script = table(6, {(4,): {5: 0.7}})
-    (found,) = decode(ScriptedSession(6, script), [[7]], DecodeConfig(forced_bos_token_id=4, max_new_tokens=2))
-    assert found == [Hypothesis((4, 5), pytest.approx(math.log(0.7) / 2), pytest.approx(math.log(0.7)), "length")]
 
 
 def test_finished_rows_leave_the_batch() -> None:

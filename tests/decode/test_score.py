@@ -9,56 +9,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
+from tests.decode.foreign import marian, t5
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
-from tests.nn.foreign import canonical
 from tfexport.decode.offline import decode
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
-from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.session import Limit
 
 VOCAB = 12
 
 
-def marian() -> tuple[MarianMTModel, Transformer]:
-    config = MarianConfig(
-        vocab_size=48,
-        decoder_vocab_size=48,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_position_embeddings=64,
-        init_std=1.0,
-        pad_token_id=47,
-        eos_token_id=0,
-        decoder_start_token_id=47,
-    )
-    theirs = MarianMTModel(config).double().eval()
-    return theirs, canonical(theirs)
-
-
-def t5() -> tuple[T5ForConditionalGeneration, Transformer]:
-    config = T5Config(
-        vocab_size=48, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, initializer_factor=1.0,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    theirs = T5ForConditionalGeneration(config).double().eval()
-    return theirs, canonical(theirs, max_length=64)
-
-
 @pytest.mark.parametrize("make", [marian, t5])
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
-def test_scores_are_those_of_transformers(make: Callable[[], tuple], batch_size: int) -> None:
-    torch.manual_seed(0)
-    theirs, ours = make()
+def test_scores_are_those_of_transformers(make: Callable[..., tuple], batch_size: int) -> None:
+    theirs, ours = make(dtype=torch.float64)
     session, rng = EagerSession(ours), np.random.default_rng(0)
     sources, targets = (
         [rng.integers(2, 47, rng.integers(1, 12)).tolist() for _ in range(13)] for _ in ("sources", "targets")

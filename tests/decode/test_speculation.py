@@ -201,21 +201,18 @@ def test_random_sequences(once: Once, precision: str, count: int, verified: Coun
     assert differ == 0
 
 
-def test_command_line(bundle: Path, tmp_path: Path) -> None:
-    """An export generates the same with and without, is described with its input, and verified with several tokens."""
-    run, output, directory = CliRunner(), tmp_path / "again", bundle.with_name(f"{bundle.name}-model")
-    settings = ["--forms", "contrib", "--speculation", "--no-verify"]
-    exported = run.invoke(main, ["onnx", str(directory), "--output", str(output), *settings])
-    assert exported.exit_code == 0, exported.output
+def test_command_line(bundle: Path) -> None:
+    """A bundle generates the same with and without, is described with its input, and verified with several tokens."""
+    run = CliRunner()
     said = [
-        run.invoke(main, ["generate", str(output), " ".join(ROUND), "--max-new-tokens", "50", "--json", *given]).output
+        run.invoke(main, ["generate", str(bundle), " ".join(ROUND), "--max-new-tokens", "50", "--json", *given]).output
         for given in ([], ["--prompt-lookup-num-tokens", "10"], ["--prompt-lookup-num-tokens", "3"])
     ]
     texts = [json.loads(line) for line in said]
     assert texts[0]["text"].split() == (5 * ROUND)[:50]
     assert [one["token_ids"] for one in texts] == [texts[0]["token_ids"]] * 3
-    assert "logits_to_keep" in run.invoke(main, ["inspect", str(output)]).output
-    verified = run.invoke(main, ["verify", str(output), "--samples", "10"])
+    assert "logits_to_keep" in run.invoke(main, ["inspect", str(bundle)]).output
+    verified = run.invoke(main, ["verify", str(bundle), "--samples", "10"])
     assert verified.exit_code == 0, verified.output
     assert "speculation" in verified.output
 
@@ -236,8 +233,3 @@ def test_a_model_without_the_contrib_form(tmp_path: Path) -> None:
     save_model(tiny.model(tiny.VARIANTS["t5"], dtype=torch.float32), tmp_path / "model")
     with pytest.raises(GraphError, match="speculation: needs the contrib form"):
         export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(speculation=True), verify=False)
-
-
-def test_bad_options(model: Model) -> None:
-    with pytest.raises(ConfigError, match="prompt_lookup_num_tokens is 0, expected 1 or more"):
-        model.generate_ids([[4]], prompt_lookup_num_tokens=0)

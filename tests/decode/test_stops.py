@@ -28,36 +28,6 @@ def text_of(token_ids: Sequence[int]) -> str:
     return "".join(PIECES[token] for token in token_ids)
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "strings", "end"),
-    [
-        ([3, 4], ["ab"], 2),
-        ([3, 7], ["ab"], 2),
-        ([3, 7], ["b", "ab"], 2),
-        ([3, 7], ["bab", "abab"], 4),
-        ([5, 3], ["ab"], None),
-        ([5, 5], ["ab"], 4),
-        ([5, EOS], ["ab"], None),
-        ([11, 3], ["aa"], 3),
-        ([4], ["bb"], None),
-    ],
-)
-def test_the_last_token_completes_a_string(token_ids: list[int], strings: list[str], end: int | None) -> None:
-    assert stop_end(token_ids, strings, text_of) == end
-
-
-def test_a_character_of_several_tokens() -> None:
-    parts = {3: b"caf", 4: b"\xc3", 5: b"\xa9", 6: b"s"}
-
-    def bytes_of(token_ids: Sequence[int]) -> str:
-        return b"".join(parts[token] for token in token_ids).decode("utf-8", "replace")
-
-    assert stop_end([3, 4], ["é"], bytes_of) is None
-    assert stop_end([3, 4, 5], ["é"], bytes_of) == 4
-    assert stop_end([3, 4, 5, 6], ["é"], bytes_of) is None
-    assert stop_end([3, 4, 5, 6], ["és"], bytes_of) == 5
-
-
 def plain_stop_end(token_ids: list[int], strings: list[str], text_of: TextOf) -> int | None:
     """Look at every place of the text that the last token may have changed."""
     before, after = text_of(token_ids[:-1]), text_of(token_ids)

@@ -81,7 +81,7 @@ def test_an_error_comes_back_with_its_parts() -> None:
     [
         (allocate, (), {}, rf"^needs more than {MEMORY} bytes of memory$"),
         (spin, (), {"cpu_s": 1}, r"^takes more than 1 s of CPU time$"),
-        (sleep, (), {"wall_s": 3.0}, r"^takes more than 3 s$"),
+        (sleep, (), {"wall_s": 0.5}, r"^takes more than 0.5 s$"),
         (end, (signal.SIGSEGV,), {}, r"^was ended by signal 11$"),
         (fail, (), {}, r"^failed \(ValueError: odd\)$"),
     ],

@@ -6,25 +6,11 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
-from tfexport.contract import ModelSpec, TokenIds
+from tests.text.test_tokenizer import spec_of
 from tfexport.errors import ParityError
 from tfexport.text.compare import check_texts
 from tfexport.text.config import TextConfig, TextSample
 from tfexport.text.tokenizer import Tokenizer
-
-SPEC = ModelSpec(
-    d_model=4,
-    source_vocab=7,
-    max_source_length=9,
-    tokens=TokenIds(pad=0, start=1, eos=2),
-    precision="fp32",
-    vocab=7,
-    layers=1,
-    heads=1,
-    head_dim=4,
-    value_dim=4,
-    max_target_length=9,
-)
 
 
 def compared(output: str, *, strips: bool) -> None:
@@ -37,7 +23,7 @@ def compared(output: str, *, strips: bool) -> None:
     inner.decoder = decoders.Sequence([spaces, decoders.Strip(" ", 1, 0)]) if strips else spaces
     sample = TextSample(text="one two", source_ids=(4, 5, 2), target_ids=(1, 5, 6, 2), output=output)
     text = TextConfig(source_suffix=(2,), samples=(sample,))
-    check_texts(Tokenizer.parse([("words.json", inner.to_str().encode())], SPEC, text=text))
+    check_texts(Tokenizer.parse([("words.json", inner.to_str().encode())], spec_of(inner), text=text))
 
 
 def test_the_same_text_is_accepted() -> None:
