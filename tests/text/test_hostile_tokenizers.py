@@ -130,6 +130,6 @@ def test_a_good_tokenizer_passes_its_trial_once(monkeypatch: pytest.MonkeyPatch)
     ids=["panic", "regex", "unknown", "doublings"],
 )
 def test_a_bad_tokenizer_fails_its_trial(normalizer: Json, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "TRIAL_MEMORY", 2**29)
+    monkeypatch.setattr(vocabulary, "TRIAL_MEMORY", 2**28)
     with pytest.raises(BundleError, match=says):
         try_tokenizer(json.dumps(plain() | {"normalizer": normalizer}).encode(), "t.json")
