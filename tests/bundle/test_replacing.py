@@ -55,11 +55,7 @@ def refuses(bundle: Path, message: str) -> None:
         "notes.txt",
         "deep/notes.txt",
         "engines/notes.txt",
-        "engines/mine/data.csv",
-        f"engines/{NAME}/notes.txt",
         f"engines/{NAME}/mine.plan",
-        f"engines/{NAME}/deep/notes.txt",
-        f"engines/{NAME}/kernels/notes.txt",
         f"engines/{NAME}/kernels/1.7-NVIDIA-L4/mine.kernels",
     ],
 )

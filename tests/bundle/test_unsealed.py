@@ -64,8 +64,6 @@ def link(engines: Path) -> None:
     [
         (write("notes.txt"), "'engines/notes.txt' is not named by any engine.json"),
         (write(f"{NAME}/payload.so"), f"'engines/{NAME}/payload.so' is not named by any engine.json"),
-        (write(f"{NAME}/deep/payload"), f"'engines/{NAME}/deep/payload' is not named by any engine.json"),
-        (write(f"{NAME}/kernels/payload"), f"'engines/{NAME}/kernels/payload' is not named by any engine.json"),
         (
             write(f"{NAME}/kernels/L4/payload.kernels"),
             f"'engines/{NAME}/kernels/L4/payload.kernels' is not named by any",

@@ -128,17 +128,12 @@ def test_a_prefix_and_another_start_are_read_and_not_aligned() -> None:
     assert whole.weights == pytest.approx(expected, abs=1e-5)
 
 
-def test_every_bad_pair_is_named() -> None:
+def test_bad_pairs_are_named() -> None:
+    """As in test_score.py, but a target needs no room for an end token."""
     session = EagerSession(TORCH.ours, alignment=AlignmentHeads(layer=0, heads=(0,)))
-    with pytest.raises(InputError) as caught:
-        align(session, [[], [5], [99], [5]], [[3], [], [3], [3] * (LENGTH + 1)])
-    assert str(caught.value) == (
-        "align: pair 1: the source is empty, expected one token or more; "
-        "pair 2: the target is empty, expected one token or more; pair 3: source has 99, expected ids 0 to 29; "
-        "pair 4: the target has 21 tokens, the limit is 20; shorten it, or export with a larger "
-        "--max-target-length if the model allows it"
-    )
-    assert caught.value.indices == (0, 1, 2, 3)
+    with pytest.raises(InputError, match=r"pair 2: the target is empty.*; pair 3: the target has 21 tokens") as caught:
+        align(session, [[5], [5], [5]], [[3] * LENGTH, [], [3] * (LENGTH + 1)])
+    assert caught.value.indices == (1, 2)
     with pytest.raises(InputError, match="align: 2 targets for 1 sources; give one each"):
         align(session, [[5]], [[3], [4]])
     with pytest.raises(InputError, match="batch_size is 0"):

@@ -33,7 +33,7 @@ def test_takes_the_best_token_until_the_end() -> None:
 def test_fills_the_model_when_no_limit_is_given() -> None:
     session = ScriptedSession(6, drawn(6, eos_bias=-99), max_target_length=9)
     found = decode(session, [[7], [8]], DecodeConfig(), prefixes=[[], [3, 4]])
-    assert [len(hypotheses[0].token_ids) for hypotheses in found] == [9, 9]
+    assert [(len(best.token_ids), best.finish_reason) for (best,) in found] == [(9, "length"), (9, "length")]
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

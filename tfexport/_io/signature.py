@@ -10,12 +10,13 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfexport._io.extras import install_command
 from tfexport._io.names import checked_path
-from tfexport.errors import BundleError, ConfigError, shortened
+from tfexport.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -81,40 +82,24 @@ class TrustedKeys:
             file: its path; the signature is next to it.
             data: its content.
         """
-        try:
-            signature = _read_signature(file)
-        except BundleError as error:
-            return str(error)
-        if signature is None:
+        from cryptography.exceptions import InvalidSignature
+
+        place = file.with_name(file.name + SIGNATURE_SUFFIX)
+        if not os.path.lexists(place):
             return f"{file.name} is not signed, and only those of trusted keys are loaded; sign it with --sign-key"
-        if not any(_fits(key, signature, data) for key in self._keys):
-            return f"{file.name} is signed by none of the trusted keys, or was changed; use one that you trust"
-        return None
-
-
-def _read_signature(file: Path) -> bytes | None:
-    place = file.with_name(file.name + SIGNATURE_SUFFIX)
-    if not os.path.lexists(place):
-        return None
-    with open(place, "rb", opener=_open_plain) as stream:
-        raw = stream.read(SIGNATURE_BYTES + 1)
-    if len(raw) != SIGNATURE_BYTES:
-        raise BundleError(f"{place.name} is no signature, expected {SIGNATURE_BYTES} bytes; sign it again")
-    return raw
+        with open(place, "rb", opener=_open_plain) as stream:
+            signature = stream.read(SIGNATURE_BYTES + 1)
+        if len(signature) != SIGNATURE_BYTES:
+            return f"{place.name} is no signature, expected {SIGNATURE_BYTES} bytes; sign it again"
+        for key in self._keys:
+            with suppress(InvalidSignature):
+                key.verify(signature, data)
+                return None
+        return f"{file.name} is signed by none of the trusted keys, or was changed; use one that you trust"
 
 
 def _open_plain(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not follow links or wait for pipes
-
-
-def _fits(key: Ed25519PublicKey, signature: bytes, data: bytes) -> bool:
-    from cryptography.exceptions import InvalidSignature
-
-    try:
-        key.verify(signature, data)
-    except InvalidSignature:
-        return False
-    return True
 
 
 def _read_public(file: Path) -> list[Ed25519PublicKey]:

@@ -39,7 +39,7 @@ def score(run: TextRun, add_eos: bool, as_json: bool) -> None:
     A TEXT is a source and a target with a tab between them, or a JSON object with "input" and "text", such as
     tfexport generate --json writes. Without TEXT and --input it reads standard input, one pair a line.
     """
-    from tfexport._io.text import split_pairs
+    from tfexport.cli._lines import split_pairs
 
     sources, targets = split_pairs(inputs_of(run.texts, run.source))
     with _opened(run, len(sources), "scoring") as (model, write, call):

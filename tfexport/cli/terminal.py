@@ -21,7 +21,7 @@ _CLEAR = "\r\x1b[K"
 
 def inputs_of(texts: Sequence[str], source: Path | str | None) -> list[str]:
     """Return the texts of the arguments, of a file or of standard input."""
-    from tfexport._io.text import read_lines
+    from tfexport.cli._lines import read_lines
 
     if texts and source:
         raise click.UsageError("TEXT and --input were both given; choose one.")

@@ -97,9 +97,9 @@ def bench(
     if json_file and html_file and json_file.resolve() == html_file.resolve():
         raise click.UsageError("--json and --html are the same file; choose two.")
     texts = None if source is None else inputs_of((), source)
-    from tfexport._io.text import write_whole
     from tfexport.bench.run import bench_bundle
     from tfexport.bench.show import check_page, lines, render
+    from tfexport.cli._lines import write_whole
 
     if html_file:
         check_page()

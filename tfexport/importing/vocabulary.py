@@ -17,10 +17,9 @@ from tokenizers import Tokenizer as Inner
 
 from tfexport._io.extras import install_command
 from tfexport._io.strict_json import plain_problem
-from tfexport._io.text import MAX_BYTES
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, CheckpointError, raise_all
-from tfexport.text.vocabulary import BEYOND, border
+from tfexport.text.vocabulary import BEYOND, MAX_BYTES, border
 
 Side = Literal["source", "target"]
 Merge = tuple[str, str]
