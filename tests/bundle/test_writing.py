@@ -190,8 +190,7 @@ def run_and_die(program: str, *arguments: Path) -> None:
         import os, signal, sys
         from pathlib import Path
         from tests.bundle.made import CONTENT, fill, make
-        from tfexport.bundle import bundle as bundles
-from tfexport.bundle.bundle import create_bundle
+        from tfexport.bundle.bundle import create_bundle
         output = Path(sys.argv[1])
         def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
     """

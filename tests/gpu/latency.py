@@ -72,7 +72,7 @@ def weight_bytes(bundle: Path, precision: Precision) -> float:
 
 
 def parameter_bytes(model: Any) -> int:
-    """Return the bytes of parameters that a step reads: see `tfexport.bundle.step_weights`, which reads bundles."""
+    """Return the bytes of parameters that a step reads: see `tfexport.runtime.cpu`, which reads bundles."""
     unread = ("dec.embed.", "dec.pos", ".cross.k.", ".cross.v.")
     named = model.named_parameters(remove_duplicate=False)
     read = {n: p for n, p in named if n.startswith(("dec.", "out.")) and not any(part in n for part in unread)}

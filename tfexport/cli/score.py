@@ -61,7 +61,7 @@ def align(run: TextRun, as_json: bool) -> None:
     tfexport generate --json writes. Without TEXT and --input it reads standard input, one pair a line. With --json the
     tokens and all weights are written. The bundle must have been exported with --alignment.
     """
-    from tfexport._io.text import split_pairs
+    from tfexport.cli._lines import split_pairs
 
     sources, targets = split_pairs(inputs_of(run.texts, run.source))
     with _opened(run, len(sources), "aligning") as (model, write, call):
