@@ -175,21 +175,6 @@ def test_the_options_and_their_defaults_are_those_of_the_code() -> None:
     assert {name: row[1] for name, row in OPTIONS.items()} == expected
 
 
-def test_the_options_of_serving_have_the_defaults_that_are_shown() -> None:
-    rows = table(ROOT / "docs" / "guides" / "serving.md", "option of `tfexport serve`")
-    shown = {name: row[1] for row in rows for name in code(row[0])}
-    for option in main.commands["serve"].params:
-        if isinstance(option, click.Option) and option.opts[0] in shown:
-            default = option.get_default(click.Context(main.commands["serve"]))
-            if isinstance(default, bool):
-                spelled = "on" if default else "off"
-            elif isinstance(default, int | float | str):
-                spelled = f"{default:g}" if isinstance(default, float) else str(default)
-            else:
-                continue  # none, or one that depends on the machine
-            assert shown[option.opts[0]] == spelled, option.opts[0]
-
-
 POINTS = table(ROOT / "docs" / "explanation" / "security.md", "point")
 
 

@@ -21,7 +21,6 @@ from tests.test_docs import table
 from tfexport.cli import main
 from tfexport.generation import DecodeConfig
 from tfexport.serve.app import build_app
-from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
@@ -185,12 +184,6 @@ def test_the_pod_is_probed_where_the_server_answers_and_has_time_to_drain() -> N
 def test_kubernetes_takes_the_objects(found: dict[str, Any]) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     kubernetes_validate.validate(found, "1.30", strict=True)
-
-
-def test_the_endpoints_are_those_of_the_app() -> None:
-    paths = build_app({}, HttpConfig(completions=True, translate=True), Metrics()).openapi()["paths"]
-    routes = {f"{method.upper()} {path}" for path, item in paths.items() for method in item} | {"GET /openapi.json"}
-    assert {name for row in table(GUIDE, "endpoint") for name in re.findall(r"`([^`]+)`", row[0])} == routes
 
 
 def test_the_metrics_are_those_of_the_code() -> None:
