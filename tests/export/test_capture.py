@@ -49,6 +49,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "reshape": lambda x: x.transpose(1, 2).reshape(x.shape[0], 2, 3, x.shape[1]),
     "reshape that copies": lambda x: x.transpose(1, 2).reshape(x.shape[0], x.shape[1], 2, 3),
     "slices": lambda x: x[:, :, 1:][:][..., :-2] + x[:1, ::2, :1].sum(1, keepdim=True),
+    "all axes reversed": lambda x: x.transpose(0, 2).T + 1,
     "square": lambda x: x.square() + 1,
     "a number as a tensor": lambda x: x + torch.tensor(0.5),
 }

@@ -250,6 +250,11 @@ def _power(node: Node) -> None:
     node.target, node.args = _ATEN.pow.Tensor_Scalar, (_tensor(node), 2)
 
 
+def _transpose(node: Node) -> None:
+    source = _tensor(node)
+    node.target, node.args = _ATEN.permute.default, (source, list(reversed(range(source.meta["val"].dim()))))
+
+
 def _unflatten(node: Node) -> None:
     dim, sizes = node.args[1:3]
     assert isinstance(dim, int)
@@ -296,6 +301,7 @@ def _tensor(node: Node) -> Node:
 _REWRITES = {
     _ATEN.to.dtype: _cast,
     _ATEN.detach_.default: _bypass,
+    _ATEN.numpy_T.default: _transpose,
     _ATEN.square.default: _power,
     _ATEN.flatten.using_ints: _flatten,
     _ATEN.unflatten.int: _unflatten,
