@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import re
 import shlex
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 import pytest
@@ -18,7 +17,6 @@ from click.testing import CliRunner
 
 from tests.conftest import DATES, ROOT
 from tfexport.cli import main
-from tfexport.generation import DecodeConfig
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("[egr]*/*.md"))]
 OTHERS = [
@@ -161,18 +159,6 @@ def test_every_document_is_linked_from_another() -> None:
         for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
     }
     assert set(DOCS[1:]) <= linked
-
-
-OPTIONS = {row[0].strip("`"): row for row in table(ROOT / "docs" / "reference" / "generation.md", "option")}
-
-
-def test_the_options_and_their_defaults_are_those_of_the_code() -> None:
-    spelled = {None: "none", False: "false", (): "()"}
-    expected = {}
-    for field in dataclasses.fields(DecodeConfig):
-        value: Any = field.default
-        expected[field.name] = spelled[value] if value is None or value is False or value == () else str(value)
-    assert {name: row[1] for name, row in OPTIONS.items()} == expected
 
 
 POINTS = table(ROOT / "docs" / "explanation" / "security.md", "point")
