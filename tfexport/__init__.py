@@ -26,13 +26,28 @@ if TYPE_CHECKING:
     from tfexport.errors import QueueFull as QueueFull
     from tfexport.errors import ServingError as ServingError
     from tfexport.errors import TfexportError as TfexportError
+    from tfexport.export import export_bundle as export_bundle
     from tfexport.generation import DecodeConfig as DecodeConfig
+    from tfexport.importing.importer import import_checkpoint as import_checkpoint
+    from tfexport.importing.reference.outputs import record_reference as record_reference
+    from tfexport.importing.reference.texts import RecordedTexts as RecordedTexts
     from tfexport.model.load import load as load
     from tfexport.model.model import Model as Model
     from tfexport.model.result import Result as Result
+    from tfexport.tensorrt.pipeline import build_engines as build_engines
 
 # Modules of public names; all others are in `errors`.
-_HOME = {"load": "model.load", "Model": "model.model", "Result": "model.result", "DecodeConfig": "generation"}
+_HOME = {
+    "load": "model.load",
+    "Model": "model.model",
+    "Result": "model.result",
+    "DecodeConfig": "generation",
+    "RecordedTexts": "importing.reference.texts",
+    "record_reference": "importing.reference.outputs",
+    "import_checkpoint": "importing.importer",
+    "export_bundle": "export",
+    "build_engines": "tensorrt.pipeline",
+}
 __all__ = [
     "BackendError",
     "BenchError",
@@ -50,11 +65,16 @@ __all__ = [
     "Model",
     "ParityError",
     "QueueFull",
+    "RecordedTexts",
     "Result",
     "ServingError",
     "TfexportError",
     "__version__",
+    "build_engines",
+    "export_bundle",
+    "import_checkpoint",
     "load",
+    "record_reference",
 ]
 
 

@@ -24,7 +24,7 @@ from models.from_scratch.notebook_004 import Notebook004
 from tests.importing.layout.test_layout import IDENTITY, state
 from tfexport.cli import main
 from tfexport.importing.layout.layout import builtin_layouts, read_layout, render_layout
-from tfexport.importing.reference.golden import record
+from tfexport.importing.reference.outputs import record_reference
 from tfexport.nn.directory import load_model
 
 
@@ -43,22 +43,26 @@ def error(*words: object, code: int = 1) -> str:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of somebody who has notebook 004: a checkpoint and a golden of it."""
+    """A folder of somebody who has notebook 004: a checkpoint and reference outputs of it."""
     folder = tmp_path_factory.mktemp("own")
     torch.manual_seed(0)
     model = Notebook004().eval()
     torch.save({"model_state_dict": model.state_dict(), "epoch": 3}, folder / "model.pt")
-    record(model, Notebook004.forward, folder / "golden.safetensors", source_vocab=31, target_vocab=31, heads=6)
-    record(model, Notebook004.forward, folder / "no_heads.safetensors", source_vocab=31, target_vocab=31)
+    record_reference(
+        model, Notebook004.forward, folder / "reference.safetensors", source_vocab=31, target_vocab=31, heads=6
+    )
+    record_reference(model, Notebook004.forward, folder / "no_heads.safetensors", source_vocab=31, target_vocab=31)
     other = Notebook000().eval()
-    record(other, Notebook000.forward, folder / "other.safetensors", source_vocab=31, target_vocab=31, heads=4)
+    record_reference(
+        other, Notebook000.forward, folder / "other.safetensors", source_vocab=31, target_vocab=31, heads=4
+    )
     save_file(state(), folder / "canonical.safetensors")
     (folder / "identity.yaml").write_text(render_layout(IDENTITY))
     return folder
 
 
 def test_a_proven_import(own: Path, tmp_path: Path) -> None:
-    result = run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "golden.safetensors")
+    result = run(own / "model.pt", "--output", tmp_path / "m", "--reference", own / "reference.safetensors")
     first, *rest = result.stdout.splitlines()
     assert first.startswith(f"{tmp_path / 'm'}: encoder-decoder, layout notebook-004, proven: error ")
     assert [line for line in rest if "k.bias" in line] == [
@@ -86,27 +90,27 @@ def later_checkpoint(own: Path, path: Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def test_weights_that_are_not_those_of_the_golden_are_refused(own: Path, tmp_path: Path) -> None:
-    """In one line that names both, and the layout that the golden has proven imports them."""
-    words = ["--golden", own / "golden.safetensors"]
+def test_weights_that_are_not_those_of_the_reference_are_refused(own: Path, tmp_path: Path) -> None:
+    """In one line that names both, and the layout that the reference has proven imports them."""
+    words = ["--reference", own / "reference.safetensors"]
     result = run(own / "model.pt", "--output", tmp_path / "m", *words)
     assert "with the checkpoint's own weights the error is " in result.stderr
     assert "not compared" not in result.stderr
     weights = later_checkpoint(own, tmp_path / "later.pt")
     message = error(tmp_path / "later.pt", "--output", tmp_path / "n", *words)
     named = re.search(
-        r"golden.safetensors: was recorded with .*\(sha256 (\w+)\) than later.pt has \(sha256 (\w+)\)", message
+        r"reference.safetensors: was recorded with .*\(sha256 (\w+)\) than later.pt has \(sha256 (\w+)\)", message
     )
     assert named is not None
     assert len({*named.groups()}) == 2
-    assert f"1 of {len(weights)} tensors differ, generator.weight first; record a golden with this" in message
+    assert f"1 of {len(weights)} tensors differ, generator.weight first; record reference outputs with this" in message
     assert not (tmp_path / "n").exists()
     run(tmp_path / "later.pt", "--output", tmp_path / "n", "--layout", tmp_path / "m" / "layout.yaml")
     assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
 
 
 def test_averaged_weights_are_imported_by_their_entry(own: Path, tmp_path: Path) -> None:
-    run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "golden.safetensors")
+    run(own / "model.pt", "--output", tmp_path / "m", "--reference", own / "reference.safetensors")
     usual = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
     weights = later_checkpoint(own, tmp_path / "later.pt")
     torch.save({"model": usual, "ema": weights}, tmp_path / "both.pt")
@@ -118,44 +122,47 @@ def test_averaged_weights_are_imported_by_their_entry(own: Path, tmp_path: Path)
 
 
 def test_weights_are_the_same_in_every_format_and_width_that_holds_them(own: Path, tmp_path: Path) -> None:
-    """A model that loads 16 bits has 32, and so has the golden."""
+    """A model that loads 16 bits has 32, and so has the reference."""
     half = {k: v.half() for k, v in torch.load(own / "model.pt", weights_only=True)["model_state_dict"].items()}
     model = Notebook004().eval()
     model.load_state_dict(half)
-    record(model, Notebook004.forward, tmp_path / "g", source_vocab=31, target_vocab=31, heads=6)
+    record_reference(model, Notebook004.forward, tmp_path / "g", source_vocab=31, target_vocab=31, heads=6)
     save_file({f"module.{key}": value for key, value in half.items()}, tmp_path / "half.safetensors")
-    result = run(tmp_path / "half.safetensors", "--output", tmp_path / "m", "--golden", tmp_path / "g")
+    result = run(tmp_path / "half.safetensors", "--output", tmp_path / "m", "--reference", tmp_path / "g")
     assert "not compared" not in result.stderr
 
 
-def test_a_golden_of_before_proves_the_layout_of_a_later_checkpoint(own: Path, tmp_path: Path) -> None:
+def test_a_reference_of_before_proves_the_layout_of_a_later_checkpoint(own: Path, tmp_path: Path) -> None:
     """It has no sums of the weights, and the import says that they were not compared."""
-    with safe_open(own / "golden.safetensors", "pt") as file:
+    with safe_open(own / "reference.safetensors", "pt") as file:
         metadata = {name: value for name, value in file.metadata().items() if name not in ("weights", "sha256")}
-    save_file(load_file(own / "golden.safetensors"), tmp_path / "older", metadata=metadata)
+    save_file(load_file(own / "reference.safetensors"), tmp_path / "older", metadata=metadata)
     weights = later_checkpoint(own, tmp_path / "later.pt")
-    result = run(tmp_path / "later.pt", "--output", tmp_path / "n", "--golden", tmp_path / "older")
-    assert "older: has no sums of this checkpoint's weights, as older goldens; they were not compared" in result.stderr
-    assert "they are not those that the golden was recorded beside" in result.stderr
+    result = run(tmp_path / "later.pt", "--output", tmp_path / "n", "--reference", tmp_path / "older")
+    assert (
+        "older: was written by an older version without checksums of the weights; they were not compared"
+        in result.stderr
+    )
+    assert "they are not those of the reference outputs" in result.stderr
     assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
 
 
-def test_a_golden_of_the_wrapped_model_and_a_checkpoint_of_it(own: Path, tmp_path: Path) -> None:
-    """Lightning puts model. before every key: in the checkpoint and in the golden alike."""
+def test_a_reference_of_the_wrapped_model_and_a_checkpoint_of_it(own: Path, tmp_path: Path) -> None:
+    """Lightning puts model. before every key: in the checkpoint and in the reference alike."""
     weights = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
     torch.save({"state_dict": {f"model.{key}": value for key, value in weights.items()}}, tmp_path / "a.ckpt")
-    tensors = {k.replace("state.", "state.model."): v for k, v in load_file(own / "golden.safetensors").items()}
+    tensors = {k.replace("state.", "state.model."): v for k, v in load_file(own / "reference.safetensors").items()}
     save_file(tensors, tmp_path / "g", metadata={"heads": "6", "outputs": "logits", "baseline": "4e-9"})
-    result = run(tmp_path / "a.ckpt", "--output", tmp_path / "m", "--golden", tmp_path / "g")
+    result = run(tmp_path / "a.ckpt", "--output", tmp_path / "m", "--reference", tmp_path / "g")
     assert "layout notebook-004, proven" in result.stdout
 
 
 def test_the_layout_used_imports_again(own: Path, tmp_path: Path) -> None:
-    golden = own / "golden.safetensors"
-    run(own / "model.pt", "--output", tmp_path / "m", "--golden", golden, "--set", "tokens.pad=3")
+    reference = own / "reference.safetensors"
+    run(own / "model.pt", "--output", tmp_path / "m", "--reference", reference, "--set", "tokens.pad=3")
     used = tmp_path / "m" / "layout.yaml"
     assert read_layout(used).tokens["pad"] == 3
-    run(own / "model.pt", "--output", tmp_path / "n", "--golden", golden, "--layout", used)
+    run(own / "model.pt", "--output", tmp_path / "n", "--reference", reference, "--layout", used)
     for name in ("config.json", "model.safetensors", "layout.yaml"):
         assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "n" / name).read_bytes()
 
@@ -165,7 +172,7 @@ def test_switches_and_tokens_are_set(own: Path, tmp_path: Path) -> None:
     words = ["--layout", "notebook-004", "--heads", 6, *ids, "--set", "norm_eps=1e-6", "--set", "activation=gelu"]
     result = run(own / "model.pt", "--output", tmp_path / "m", *words)
     assert "not proven" in result.stdout
-    assert "nothing was proven: there was no golden" in result.stderr
+    assert "nothing was proven: there were no reference outputs" in result.stderr
     config = load_model(tmp_path / "m").config
     assert (config.norm_eps, config.activation, config.tokens.start, config.tokens.eos) == (1e-6, "gelu", 5, 6)
     assert config.encoder.num_heads == 6
@@ -206,7 +213,7 @@ def test_the_output_may_be_a_link_and_no_file(own: Path, tmp_path: Path) -> None
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_without_a_golden_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) -> None:
+def test_without_a_reference_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) -> None:
     words = [own / "model.pt", "--output", tmp_path / "m", "--heads", 6]
     message = error(*words)
     assert "the layout notebook-004 is a guess from names and shapes, and nothing was proven" in message
@@ -216,7 +223,7 @@ def test_without_a_golden_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) 
 
 
 def test_a_budget_that_is_too_small_says_so(own: Path, tmp_path: Path) -> None:
-    words = ["--output", tmp_path / "m", "--golden", own / "no_heads.safetensors", "--no-builtin"]
+    words = ["--output", tmp_path / "m", "--reference", own / "no_heads.safetensors", "--no-builtin"]
     message = error(own / "model.pt", *words, "--search-budget", 3, code=2)
     assert "tried 1 mappings with 3 candidates, all that it may; more with --search-budget 30" in message
     assert "proven" in run(own / "model.pt", *words).stdout
@@ -235,7 +242,7 @@ def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: p
     reader.start()
     with os.fdopen(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        words = ["--output", tmp_path / "m", "--golden", own / "golden.safetensors", "--no-builtin"]
+        words = ["--output", tmp_path / "m", "--reference", own / "reference.safetensors", "--no-builtin"]
         with pytest.raises(SystemExit) as end:
             main(["import", str(own / "model.pt"), *map(str, words)])
     reader.join()
@@ -267,7 +274,7 @@ def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: p
         (["--layout", "notebook-004", "--no-builtin"], "builtin is false, but layout is notebook-004"),
         (["--layout", "hkproj", "--heads", "6"], "layout hkproj: map 1 "),
         (["--heads", "0"], "heads is 0, expected 1 to 1000"),
-        (["--golden", "{tmp}/absent"], "absent: is missing"),
+        (["--reference", "{tmp}/absent"], "absent: is missing"),
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], problem: str, own: Path, tmp_path: Path) -> None:
@@ -276,11 +283,13 @@ def test_what_is_wrong_is_one_line(words: list[str], problem: str, own: Path, tm
     assert not (tmp_path / "m").exists()
 
 
-def test_a_golden_of_another_model(own: Path, tmp_path: Path) -> None:
-    """A golden with its own state dict decides on that; the checkpoint then has other keys."""
-    message = error(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "other.safetensors")
+def test_a_reference_of_another_model(own: Path, tmp_path: Path) -> None:
+    """A reference with its own state dict decides on that; the checkpoint then has other keys."""
+    message = error(own / "model.pt", "--output", tmp_path / "m", "--reference", own / "other.safetensors")
     assert "layout notebook-000" in message
-    assert "the layout that the golden proves does not fit this checkpoint; is it a golden of this model?" in message
+    assert (
+        "the layout that the reference outputs prove does not fit; were they recorded from this checkpoint?" in message
+    )
     assert "is not used; map or ignore it" in message
 
 
@@ -296,9 +305,16 @@ def test_a_mistake_in_a_layout_file_exits_with_2(old: str, new: str, own: Path, 
     text = render_layout(builtin_layouts()["notebook-004"])
     assert old in text
     (tmp_path / "wrong.yaml").write_text(text.replace(old, new))
-    words = ["--output", tmp_path / "m", "--golden", own / "golden.safetensors", "--layout", tmp_path / "wrong.yaml"]
+    words = [
+        "--output",
+        tmp_path / "m",
+        "--reference",
+        own / "reference.safetensors",
+        "--layout",
+        tmp_path / "wrong.yaml",
+    ]
     message = error(own / "model.pt", *words, code=2)
-    assert "does not reproduce the golden: error" in message
+    assert "does not reproduce the reference outputs: error" in message
     assert "expected at most" in message
     assert not (tmp_path / "m").exists()
 
@@ -310,14 +326,14 @@ def test_nan_weights_and_nan_outputs(own: Path, tmp_path: Path) -> None:
     words = ["--output", tmp_path / "m", "--layout", "notebook-004", "--heads", 6]
     message = error(tmp_path / "nan.pt", *words)
     assert "generator.bias holds NaN or infinity; take a checkpoint from before the training diverged" in message
-    tensors = load_file(own / "golden.safetensors")
+    tensors = load_file(own / "reference.safetensors")
     tensors["logits"][0, 0, 0] = float("nan")
     save_file(tensors, tmp_path / "g")
-    assert "logits holds NaN or infinity" in error(own / "model.pt", *words, "--golden", tmp_path / "g")
+    assert "logits holds NaN or infinity" in error(own / "model.pt", *words, "--reference", tmp_path / "g")
 
 
 def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a golden both are named; with one, numbers decide."""
+    """Without a reference both are named; with one, numbers decide."""
     from dataclasses import replace
 
     from tfexport.importing import importer
@@ -328,7 +344,7 @@ def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatc
     words = [own / "model.pt", "--output", tmp_path / "m", "--heads", 6]
     message = error(*words, "--accept-unverified")
     assert "2 layouts fit by name (look-alike, notebook-004) and nothing tells which; give --layout" in message
-    assert "layout notebook-004, proven" in run(*words, "--golden", own / "golden.safetensors").stdout
+    assert "layout notebook-004, proven" in run(*words, "--reference", own / "reference.safetensors").stdout
 
 
 # Tokenizers

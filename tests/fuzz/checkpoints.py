@@ -1,4 +1,4 @@
-"""Weights, goldens and model directories."""
+"""Weights, references and model directories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfexport._io.names import CONFIG
 from tfexport.importing._files import read_checkpoint
 from tfexport.importing.layout.apply import apply_layout
 from tfexport.importing.layout.layout import read_layout, render_layout
-from tfexport.importing.reference.golden import read_golden, record
+from tfexport.importing.reference.outputs import read_reference, record_reference
 from tfexport.nn.directory import load_model, save_model
 from tfexport.text.config import TextConfig
 
@@ -37,10 +37,10 @@ def prepare(folder: Path) -> None:
     torch.save({"model_state_dict": state, "epoch": 3}, folder / "weights.pt")
     torch.save(state, folder / "weights.legacy", _use_new_zipfile_serialization=False)
     torch.manual_seed(0)
-    record(
+    record_reference(
         NumberedBlocks(),
         lambda model, *inputs: model(*inputs),
-        folder / "golden.safetensors",
+        folder / "reference.safetensors",
         source_vocab=SOURCE,
         target_vocab=TARGET,
         heads=HEADS,
@@ -76,15 +76,15 @@ def weights(name: str, *, is_summed: bool) -> Callable[[Path, Path], Kind]:
     return make
 
 
-def goldens(folder: Path, scratch: Path) -> Kind:
+def references(folder: Path, scratch: Path) -> Kind:
     """Return the kind of recorded outputs."""
-    original = (folder / "golden.safetensors").read_bytes()
-    path = scratch / "golden.safetensors"
+    original = (folder / "reference.safetensors").read_bytes()
+    path = scratch / "reference.safetensors"
 
     def use(raw: bytes) -> list[Any]:
         path.unlink(missing_ok=True)
         path.write_bytes(raw)
-        found = read_golden(path)
+        found = read_reference(path)
         own = {name: getattr(found, name) for name in ("source_ids", "source_mask", "target_ids", "logits")}
         parts = (own, found.state, found.attributes, found.real)
         return [*map(digest, parts), found.heads, found.pad_source, found.pad_target, found.baseline]

@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[Path, Path], Kind]] = {
     "weights-safetensors": checkpoints.weights("weights.safetensors", is_summed=False),
     "weights-torch": checkpoints.weights("weights.pt", is_summed=True),
     "weights-legacy": checkpoints.weights("weights.legacy", is_summed=False),
-    "golden": checkpoints.goldens,
+    "reference": checkpoints.references,
     "model-config": checkpoints.directories,
     "model-texts": checkpoints.texts,
     "layout": checkpoints.layouts,

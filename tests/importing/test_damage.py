@@ -21,7 +21,7 @@ from models.from_scratch.notebook_002 import Notebook002
 from tfexport.errors import CheckpointError
 from tfexport.importing import _files as files
 from tfexport.importing._files import read_checkpoint
-from tfexport.importing.reference.golden import record
+from tfexport.importing.reference.outputs import record_reference
 
 SAVE: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
     "zip": torch.save,
@@ -94,9 +94,9 @@ USE_AFTER_CUT = """
 import sys
 from pathlib import Path
 from tfexport.importing._files import read_checkpoint
-from tfexport.importing.reference.golden import read_golden
+from tfexport.importing.reference.outputs import read_reference
 for path in map(Path, sys.argv[1:]):
-    tensors = read_golden(path).state if path.name == "golden" else read_checkpoint(path).tensors
+    tensors = read_reference(path).state if path.name == "reference" else read_checkpoint(path).tensors
     path.open("r+b").truncate(0)
     print(sum(float(tensors[name].double().sum()) for name in sorted(tensors)))
 """
@@ -105,13 +105,13 @@ for path in map(Path, sys.argv[1:]):
 def test_a_file_that_is_cut_short_after_it_was_read_changes_nothing(tmp_path: Path) -> None:
     """In a process of its own: a mapped file would end it with a bus error."""
     paths = [saved(kind, tmp_path / kind) for kind in SAVE]
-    golden = record(small(), Notebook002.forward, tmp_path / "golden", source_vocab=7, heads=4)
+    reference = record_reference(small(), Notebook002.forward, tmp_path / "reference", source_vocab=7, heads=4)
     done = subprocess.run(
-        [sys.executable, "-c", USE_AFTER_CUT, *paths, tmp_path / "golden"], capture_output=True, text=True
+        [sys.executable, "-c", USE_AFTER_CUT, *paths, tmp_path / "reference"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 4
-    wanted = [*(weights() for _ in paths), golden.state]
+    wanted = [*(weights() for _ in paths), reference.state]
     sums = [sum(float(tensors[name].double().sum()) for name in sorted(tensors)) for tensors in wanted]
     assert [float(line) for line in done.stdout.split()] == sums
 

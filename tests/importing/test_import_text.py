@@ -23,8 +23,8 @@ import tfexport
 from models.from_scratch.notebook_004 import Notebook004
 from tests.command import ran
 from tfexport.errors import CheckpointError
-from tfexport.importing.reference.golden import read_golden, record, write_golden
-from tfexport.importing.reference.texts import Texts
+from tfexport.importing.reference.outputs import read_reference, record_reference, write_reference
+from tfexport.importing.reference.texts import RecordedTexts
 
 PAD, BOS, EOS, UNK = range(4)
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -74,9 +74,9 @@ class User:
         options = {"to_ids": self.to_ids, "to_text": self.to_text, "start": BOS, "end": EOS, **changes}
         texts = None
         if samples is not None:
-            texts = Texts(samples=samples, max_new_tokens=NEW_TOKENS, **options)  # type: ignore[arg-type]
+            texts = RecordedTexts(samples=samples, max_new_tokens=NEW_TOKENS, **options)  # type: ignore[arg-type]
         path = self.folder / f"{name}.golden.safetensors"
-        record(self.model, Notebook004.forward, path, source_vocab=31, target_vocab=31, heads=6, texts=texts)
+        record_reference(self.model, Notebook004.forward, path, source_vocab=31, target_vocab=31, heads=6, texts=texts)
         return path
 
 
@@ -88,8 +88,8 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> User:
     return made
 
 
-def import_(user: User, output: Path, golden: str, *more: object, code: int = 0) -> Result:
-    given = ["--golden", user.folder / f"{golden}.golden.safetensors", "--tokenizer", user.folder / "source.txt"]
+def import_(user: User, output: Path, reference: str, *more: object, code: int = 0) -> Result:
+    given = ["--reference", user.folder / f"{reference}.golden.safetensors", "--tokenizer", user.folder / "source.txt"]
     if "--target-tokenizer" not in more:
         given += ["--target-tokenizer", user.folder / "target.txt"]
     return ran("import", user.folder / "model.pt", "--output", output, *GIVEN, *given, *more, code=code)
@@ -162,11 +162,11 @@ def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bund
     """Into the certificate, from there into the bundle, and stays when that gets another tokenizer."""
     content = (user.folder / "model.pt").read_bytes()
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    golden = hashlib.sha256((user.folder / "none.golden.safetensors").read_bytes()).hexdigest()
+    reference = hashlib.sha256((user.folder / "none.golden.safetensors").read_bytes()).hexdigest()
     assert f"read model.pt: {len(content)} bytes, sha256 {entry['sha256']}" in unproven.imported.stderr
-    assert f"sha256 {golden}" in unproven.imported.stderr
+    assert f"sha256 {reference}" in unproven.imported.stderr
     certificate = json.loads((unproven.model / "certificate.json").read_text())
-    assert (certificate["checkpoint"], certificate["golden"]["sha256"]) == ({"model.pt": entry}, golden)
+    assert (certificate["checkpoint"], certificate["reference"]["sha256"]) == ({"model.pt": entry}, reference)
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert (manifest["checkpoint"], manifest["identity"]) == ({"model.pt": entry}, NAMED)
     assert manifest["provenance"] == {
@@ -202,12 +202,12 @@ def test_a_later_checkpoint_keeps_the_ids_of_recorded_texts_alone(user: User, tm
     """What the former weights said is not what the new ones say; the tokenizer is compared all the same."""
     state = {name: value * 1.01 for name, value in torch.load(user.folder / "model.pt", weights_only=True).items()}
     torch.save(state, tmp_path / "later.pt")
-    golden, lists = tmp_path / "older", [user.folder / f"{s}.txt" for s in ("source", "target")]
-    # From before goldens had the sums of the weights.
-    write_golden(replace(read_golden(user.folder / "texts.golden.safetensors"), weights={}), golden)
-    given = [*GIVEN, "--golden", golden, "--tokenizer", lists[0], "--target-tokenizer", lists[1]]
+    reference, lists = tmp_path / "older", [user.folder / f"{s}.txt" for s in ("source", "target")]
+    # From before references had the sums of the weights.
+    write_reference(replace(read_reference(user.folder / "texts.golden.safetensors"), weights={}), reference)
+    given = [*GIVEN, "--reference", reference, "--tokenizer", lists[0], "--target-tokenizer", lists[1]]
     result = ran("import", tmp_path / "later.pt", "--output", tmp_path / "m", *given)
-    assert "they are not those that the golden was recorded beside" in result.stderr
+    assert "they are not those of the reference outputs" in result.stderr
     samples = json.loads((tmp_path / "m" / "text.json").read_text())["samples"]
     assert [sample["source_ids"] for sample in samples] == [user.to_ids(text) for text in user.inputs[:12]]
     assert all(sample["target_ids"] == [] and sample["output"] is None for sample in samples)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tests.command import ran
 from tests.importing.huggingface.published import opened
-from tfexport.importing.reference.golden import record
-from tfexport.importing.reference.texts import Texts
+from tfexport.importing.reference.outputs import record_reference
+from tfexport.importing.reference.texts import RecordedTexts
 from tfexport.model.model import Model
 from tfexport.nn.directory import load_model
 from tfexport.runtime.eager import EagerSession
@@ -312,12 +312,12 @@ def test_joeynmt(tmp_path: Path) -> None:
     user = User(JOEYNMT, "<s>", SOURCE, TARGET)
     saved = {"model_state": user.model.state_dict(), "optimizer_state": {"state": {}}, "scaler_state": None}
     torch.save({**saved, "train_iter_state": torch.ones(9, dtype=torch.uint8)}, tmp_path / "best.ckpt")
-    golden, sizes = tmp_path / "joey.golden.safetensors", (len(user.source), len(user.target))
-    texts = Texts(samples=user.texts[:8], to_ids=user.to_ids, to_text=user.to_text, start=2, end=3)
+    reference, sizes = tmp_path / "joey.golden.safetensors", (len(user.source), len(user.target))
+    texts = RecordedTexts(samples=user.texts[:8], to_ids=user.to_ids, to_text=user.to_text, start=2, end=3)
     options = {"source_vocab": sizes[0], "target_vocab": sizes[1], "heads": HEADS, "pad_source": 1, "pad_target": 1}
-    record(user.model, Reference.forward, golden, **options, texts=texts)
+    record_reference(user.model, Reference.forward, reference, **options, texts=texts)
     for name, words in (("src", user.source), ("trg", user.target)):
         (tmp_path / f"{name}_vocab.txt").write_text("".join(f"{word}\n" for word in words))
     files = [str(tmp_path / "src_vocab.txt"), "--target-tokenizer", str(tmp_path / "trg_vocab.txt")]
-    given = ["--golden", str(golden), *tokens(unk=0, pad=1, start=2, eos=3), "--tokenizer", *files]
+    given = ["--reference", str(reference), *tokens(unk=0, pad=1, start=2, eos=3), "--tokenizer", *files]
     user.check(tmp_path, [str(tmp_path / "best.ckpt"), *given])

@@ -65,7 +65,7 @@ def shrunk(name: str, state: dict[str, Tensor], *, num_heads: int) -> Transforme
 )
 def test_equals_recorded_output(name: str, record: str, layout: str) -> None:
     """The layout gives the canonical names; the preset gives the switches."""
-    golden = load_file(RECORDS / f"{record}.golden.safetensors")
+    reference = load_file(RECORDS / f"{record}.golden.safetensors")
     with safe_open(RECORDS / f"{record}.golden.safetensors", "pt") as file:
         notes = file.metadata()
     heads, named = int(notes["heads"]), builtin_layouts()[layout]
@@ -75,10 +75,10 @@ def test_equals_recorded_output(name: str, record: str, layout: str) -> None:
     model = Transformer(shrunk(name, state, num_heads=heads)).double().eval()
     model.load_state_dict(state)
     with torch.no_grad():
-        output = model(golden["source_ids"], golden["source_keep"], golden["target_ids"])
+        output = model(reference["source_ids"], reference["source_keep"], reference["target_ids"])
     if notes["outputs"] == "log_probs":
         output = output.log_softmax(-1)
-    expected, keep = golden["logits"], golden["target_keep"]
+    expected, keep = reference["logits"], reference["target_keep"]
     assert (output - expected)[keep].abs().max() < TOLERANCE * expected[keep].abs().max()
 
 

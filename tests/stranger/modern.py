@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tfexport.contract import ModelSpec, TokenIds
 from tfexport.importing.own_module import OwnModule
-from tfexport.importing.reference.texts import Texts
+from tfexport.importing.reference.texts import RecordedTexts
 from tfexport.importing.text import Tokenizers
 from tfexport.nn.cache import Cache, Cross, KeyValue, Source
 
@@ -154,9 +154,9 @@ def module(seed: int = 0, gain: float = 0.25) -> Modern:
     return made
 
 
-def texts() -> Texts:
+def texts() -> RecordedTexts:
     words = Tokenizer.from_file(str(WORDS))
-    return Texts(
+    return RecordedTexts(
         samples=["w7 w8 w9", "w5", "W12 w30 w31 w32 w33", "w6 nobody knows"],
         to_ids=lambda text: [*words.encode(text.lower()).ids, END],
         to_text=words.decode,

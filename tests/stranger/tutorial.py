@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tfexport.contract import ModelSpec, TokenIds
 from tfexport.importing.own_module import OwnModule
-from tfexport.importing.reference.texts import Texts
+from tfexport.importing.reference.texts import RecordedTexts
 from tfexport.importing.text import Tokenizers
 from tfexport.nn.cache import Cache, Cross, KeyValue, Source
 
@@ -103,7 +103,7 @@ def make() -> OwnModule:
         value_dim=D // HEADS,
         max_target_length=LENGTH,
     )
-    texts = Texts(
+    texts = RecordedTexts(
         samples=["w7 w8 w9", "w5", "w12 w30 w31 w32 w33"],
         to_ids=lambda text: [START, *source.encode(text).ids, END],
         to_text=target.decode,

@@ -28,10 +28,17 @@ from tfexport.serve.config import Limits, ServingConfig, named_bundles
 from tfexport.tensorrt.config import EngineConfig, Target
 
 
-@click.command("import")
+def _current_name(option: str) -> str:
+    """Accept --golden, the former name of --reference."""
+    return "reference" if option == "golden" else option
+
+
+@click.command("import", context_settings={"token_normalize_func": _current_name})
 @click.argument("checkpoint", type=PATH)
 @click.option("--output", type=PATH, required=True, help="Model directory to write.")
-@click.option("--golden", type=PATH, help="Reference outputs of the original model, from `record`.")
+@click.option(
+    "--reference", type=PATH, help="Reference outputs of the original model, from `tfexport.record_reference`."
+)
 @config_options(ImportConfig, settings={"name": "--set", "metavar": "KEY=VALUE"})
 @click.option(
     "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, list of tokens, or Hugging Face directory."
@@ -41,7 +48,7 @@ from tfexport.tensorrt.config import EngineConfig, Target
 def import_(
     checkpoint: Path,
     output: Path,
-    golden: Path | None,
+    reference: Path | None,
     tokenizer: Path | None,
     target_tokenizer: Path | None,
     force: bool,
@@ -50,7 +57,7 @@ def import_(
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
     CHECKPOINT is a state dict in a safetensors file, sharded or not, or a file of torch.save, a folder of Lightning or
-    accelerate, or a Hugging Face directory of Marian, BART, T5 or a similar family. With --golden the import is
+    accelerate, or a Hugging Face directory of Marian, BART, T5 or a similar family. With --reference the import is
     accepted only if the original's outputs are reproduced.
     """
     settings = ImportConfig(**config)
@@ -62,7 +69,7 @@ def import_(
                 checkpoint,
                 output,
                 settings,
-                golden=golden,
+                reference=reference,
                 tokenizer=tokenizer,
                 target_tokenizer=target_tokenizer,
                 force=force,

@@ -33,7 +33,7 @@ from tfexport.importing.layout.layout import (
 )
 from tfexport.importing.reference.certificate import Certificate, certify, unproven
 from tfexport.importing.reference.compare import BASELINES, Comparison, compare, fitting_threads, tolerance
-from tfexport.importing.reference.golden import Golden, read_golden
+from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
 from tfexport.importing.reference.weights import check_weights, completed
 from tfexport.importing.text import ImportedText, Tokenizers, import_text
 from tfexport.nn.config import TransformerConfig, model_spec
@@ -41,7 +41,7 @@ from tfexport.nn.directory import check_free, save_model
 from tfexport.nn.switches import Value
 from tfexport.text.config import TextConfig
 
-_GOLDEN_SUFFIX = ".golden.safetensors"
+_REFERENCE_SUFFIX = ".golden.safetensors"
 # Error of folds whose results are rounded to the dtype of the weights.
 _ROUNDED = 1e-5
 
@@ -66,7 +66,7 @@ class Imported:
 @dataclass(frozen=True)
 class _Proof:
     path: Path
-    golden: Golden
+    reference: ReferenceOutputs
     tensors: Mapping[str, Tensor]
 
     @cached_property
@@ -75,10 +75,10 @@ class _Proof:
         return {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in self.tensors.items()}
 
     def apply(self, layout: Layout) -> Canonical:
-        return apply_layout(layout, self.wide, attributes=self.golden.attributes)
+        return apply_layout(layout, self.wide, attributes=self.reference.attributes)
 
     def compare(self, layout: Layout, canonical: Canonical) -> tuple[Comparison, float]:
-        return compare(canonical, self.golden), tolerance(self.golden, layout.baseline)
+        return compare(canonical, self.reference), tolerance(self.reference, layout.baseline)
 
 
 def import_checkpoint(
@@ -86,6 +86,7 @@ def import_checkpoint(
     output: Path | str,
     config: ImportConfig | None = None,
     *,
+    reference: Path | None = None,
     golden: Path | None = None,
     tokenizer: Path | None = None,
     target_tokenizer: Path | None = None,
@@ -102,7 +103,8 @@ def import_checkpoint(
         path: checkpoint file or directory, see `read_checkpoint`.
         output: model directory to create.
         config: layout, heads and settings.
-        golden: reference file written by `tfexport.importing.reference.golden.record`.
+        reference: file of reference outputs, written by `tfexport.record_reference`.
+        golden: former name of `reference`.
         tokenizer: tokenizer of the source or of both sides, see `Tokenizers.source`.
         target_tokenizer: tokenizer of the target, if it has its own.
         force: replace an existing model directory after the new one is complete.
@@ -116,6 +118,7 @@ def import_checkpoint(
         ParityError: The model does not reproduce the reference outputs, or the tokenizer the recorded texts.
         BackendError: A package that reads the tokenizer is not installed.
     """
+    reference = reference or golden
     config, path, output = config or ImportConfig(), Path(path), Path(output)
     check_free(output, force=force)
     checkpoint = read_checkpoint(path, config.entry)
@@ -124,13 +127,13 @@ def import_checkpoint(
     for note in checkpoint.notes:
         report(f"{path}: {note}")
     given = _settings(config)
-    family, settings = _family(checkpoint, config, given, has_golden=golden is not None, report=report)
+    family, settings = _family(checkpoint, config, given, has_reference=reference is not None, report=report)
     settings |= given
     if family:
         tensors = as_loaded(family, checkpoint.hf_config or {}, checkpoint.tensors, report)
         checkpoint = replace(checkpoint, tensors=tensors)
     layout = _named_layout(config, checkpoint, family)
-    proof = _proof(golden, path, checkpoint, family, report) if golden else None
+    proof = _proof(reference, path, checkpoint, family, report) if reference else None
     with fitting_threads(checkpoint.tensors.values()):
         if layout is None:
             budget = Budget(config.search_budget, report, partial(on_progress, "searching"))
@@ -145,7 +148,7 @@ def import_checkpoint(
         certificate,
         unverified=(*certificate.unverified, *unknown, *text.unverified),
         checkpoint=checkpoint.files,
-        golden=proof.golden.file if proof else None,
+        reference=proof.reference.file if proof else None,
         texts=text.compared,
     )
     files = {
@@ -187,17 +190,17 @@ def _family(
     config: ImportConfig,
     given: Collection[str],
     *,
-    has_golden: bool,
+    has_reference: bool,
     report: Callable[[str], None],
 ) -> tuple[Family | None, dict[str, Value]]:
     hf, generation, asked = checkpoint.hf_config, checkpoint.hf_generation, config.layout if config.builtin else ""
     if hf is None:
         return None, {}
     if (family := family_of(hf)) is None:
-        if not has_golden and asked == "auto":
+        if not has_reference and asked == "auto":
             raise CheckpointError(
                 f"config.json: model_type is {shortened(hf.get('model_type'))}, expected {', '.join(families())}; "
-                "record a golden beside its code and give --golden, see docs/guides/hugging-face.md"
+                "record reference outputs with its code and give --reference, see docs/guides/hugging-face.md"
             )
         report(f"config.json: there is no layout for {shortened(hf.get('model_type'))}; only its tokens are used")
         return None, read_tokens(Reader(hf), generation, ())
@@ -227,12 +230,12 @@ def _settled(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None
     layout = override(layout, settings)
     # The head count of the reference file applies only if no setting gives one.
     is_given = any(layout.switch("num_heads", side) is not None for side in SIDES)
-    if proof and proof.golden.heads is not None and not is_given:
-        layout = override(layout, {"num_heads": proof.golden.heads})
+    if proof and proof.reference.heads is not None and not is_given:
+        layout = override(layout, {"num_heads": proof.reference.heads})
     missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
     if not missing:
         return layout, ()
-    pad = layout.tokens.get("pad", (proof.golden.pad_source if proof else None) or 0)
+    pad = layout.tokens.get("pad", (proof.reference.pad_source if proof else None) or 0)
     options = " ".join(f"--set tokens.{name}=ID" for name in missing)
     note = f"tokens {', '.join(missing)} are not known and set to {pad}; before generating text import with {options}"
     return override(layout, {f"tokens.{name}": pad for name in missing}), (note,)
@@ -242,20 +245,20 @@ def _proof(
     path: Path, imported: Path, checkpoint: Checkpoint, family: Family | None, report: Callable[[str], None]
 ) -> _Proof:
     # Use the state dict in the reference file, the one next to it, or the checkpoint's.
-    golden = read_golden(path)
-    if golden.file is not None:
-        report(f"read {path.name}: {golden.file.bytes} bytes, sha256 {golden.file.sha256}")
-    beside = path.with_name(path.name.removesuffix(_GOLDEN_SUFFIX) + ".safetensors")
-    if golden.state:
+    reference = read_reference(path)
+    if reference.file is not None:
+        report(f"read {path.name}: {reference.file.bytes} bytes, sha256 {reference.file.sha256}")
+    beside = path.with_name(path.name.removesuffix(_REFERENCE_SUFFIX) + ".safetensors")
+    if reference.state:
         report(f"{path}: has its own state dict, which the layout is proven on")
-        state = without_prefix(golden.state, [])
+        state = without_prefix(reference.state, [])
         if family:
             state = as_loaded(family, checkpoint.hf_config or {}, state, lambda _: None)
-        return _Proof(path, golden, state)
-    if path.name.endswith(_GOLDEN_SUFFIX) and beside.is_file() and not beside.samefile(imported):
+        return _Proof(path, reference, state)
+    if path.name.endswith(_REFERENCE_SUFFIX) and beside.is_file() and not beside.samefile(imported):
         report(f"{path}: was recorded with {beside.name}, which the layout is proven on")
-        return _Proof(path, golden, read_checkpoint(beside).tensors)
-    return _Proof(path, golden, checkpoint.tensors)
+        return _Proof(path, reference, read_checkpoint(beside).tensors)
+    return _Proof(path, reference, checkpoint.tensors)
 
 
 def _find_layout(
@@ -272,12 +275,12 @@ def _find_layout(
     if proof and (layout := next((one for one in builtin if _fits(one, settings, proof)), None)):
         report(f"names and numbers fit the layout {layout.name}")
         return layout
-    golden = proof.golden if proof else None
-    found = detect(tensors, golden, builtin, budget=budget, settings=settings, report=report)
+    reference = proof.reference if proof else None
+    found = detect(tensors, reference, builtin, budget=budget, settings=settings, report=report)
     if found.search is None and not config.accept_unverified:
         raise CheckpointError(
             f"the layout {found.layout.name} is a guess from names and shapes, and nothing was proven; "
-            "record a golden and give --golden, or take the guess with --accept-unverified"
+            "record reference outputs and give --reference, or take the guess with --accept-unverified"
         )
     if found.search is not None and not found.search.accepted:
         raise _not_found(found.layout, found.search, budget, unsupported(tensors), output)
@@ -314,7 +317,8 @@ def _not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[s
     is_computed = any(text.startswith("sinusoid") for text in layout.derive.values())
     kind = "no table of positions is stored: with rotary positions or ALiBi"
     return ParityError(
-        f"no layout reproduces the golden{features}: tried {tried}; the closest has error {search.best.error:.1e}, "
+        f"no layout reproduces the reference outputs{features}: tried {tried}; "
+        f"the closest has error {search.best.error:.1e}, "
         f"expected at most {search.tolerance:.0e}; {search.best.comparison.stage(search.tolerance)} disagrees first; "
         f"finish {started} and give it as --layout; {kind if is_computed else 'with a part of another kind'} no layout "
         "fits, and the model exports as your own module, see docs/guides/your-own-module.md"
@@ -327,15 +331,15 @@ def _apply(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> tupl
     notes: list[str] = []
     tensors = completed(checkpoint.tensors, proof.tensors, notes)
     try:
-        canonical = apply_layout(layout, tensors, attributes=proof.golden.attributes)
+        canonical = apply_layout(layout, tensors, attributes=proof.reference.attributes)
     except CheckpointError as error:
         if proof.tensors is checkpoint.tensors:
             raise
-        question = "the layout that the golden proves does not fit this checkpoint; is it a golden of this model?"
+        question = "the layout that the reference outputs prove does not fit; were they recorded from this checkpoint?"
         raise CheckpointError(f"{question} {error}") from error
     used = [key for line in canonical.lines for key in line.sources]
-    recorded = without_prefix(proof.golden.weights, [])
-    note = check_weights(recorded, tensors, used, golden=proof.path.name, checkpoint=next(iter(checkpoint.files)))
+    recorded = without_prefix(proof.reference.weights, [])
+    note = check_weights(recorded, tensors, used, reference=proof.path.name, checkpoint=next(iter(checkpoint.files)))
     return canonical, [*notes, *([note] if note else [])]
 
 
@@ -344,11 +348,11 @@ def _certified(layout: Layout, proof: _Proof, on_progress: Callable[[float], Non
     found, wanted = proof.compare(layout, canonical)
     if not found.passed(wanted):
         raise ParityError(
-            f"layout {layout.name} does not reproduce the golden: error {found.worst:.1e}, expected at most "
+            f"layout {layout.name} does not reproduce the reference outputs: error {found.worst:.1e}, expected at most "
             f"{wanted:.0e}; worst in row {found.row} at position {found.position}; {found.stage(wanted)} disagrees "
             "first; check switches and heads, or let --layout auto search"
         )
-    return certify(canonical, proof.golden, layout.name, baseline=layout.baseline, on_progress=on_progress)
+    return certify(canonical, proof.reference, layout.name, baseline=layout.baseline, on_progress=on_progress)
 
 
 def _text(
@@ -363,7 +367,7 @@ def _text(
     around = TextConfig(
         source_prefix=config.source_prefix, source_suffix=config.source_suffix, target_prefix=config.target_prefix
     )
-    recorded, spec = proof.golden.text if proof else None, model_spec(canonical.config, "fp32")
+    recorded, spec = proof.reference.text if proof else None, model_spec(canonical.config, "fp32")
     (source, target), is_directory = files, checkpoint.hf_config is not None
     if source is None and target is not None:
         raise ConfigError("import: there is a tokenizer of the target alone; give that of the source as --tokenizer")
@@ -397,13 +401,13 @@ def _generation(
 
 def _compare_own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[list[str], bool]:
     if proof is None:
-        return ["nothing was proven: there was no golden"], False
-    golden = proof.golden.with_real_weights()
-    if golden is None:
+        return ["nothing was proven: there were no reference outputs"], False
+    reference = proof.reference.with_real_weights()
+    if reference is None:
         return [], False
-    found = compare(canonical, golden)
-    is_same = found.passed(max(tolerance(golden, layout.baseline), _ROUNDED))
-    more = "" if is_same else ": they are not those that the golden was recorded beside"
+    found = compare(canonical, reference)
+    is_same = found.passed(max(tolerance(reference, layout.baseline), _ROUNDED))
+    more = "" if is_same else ": they are not those of the reference outputs"
     return [f"with the checkpoint's own weights the error is {found.error:.1e}{more}"], is_same
 
 

@@ -17,7 +17,7 @@ from tfexport.bundle.manifest import ModuleEntry
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, TfexportError, raise_all, raised_by, shortened
 from tfexport.generation import GenerationDefaults
-from tfexport.importing.reference.texts import Texts
+from tfexport.importing.reference.texts import RecordedTexts
 from tfexport.importing.reference.weights import joint_sum, tensor_sums
 from tfexport.importing.text import Tokenizers
 from tfexport.nn.eager import EagerModel, Reference, at_once
@@ -46,7 +46,7 @@ class OwnModule:
     spec: ModelSpec
     reference: Reference | None = None
     tokenizers: Tokenizers | None = None
-    texts: Texts | None = None
+    texts: RecordedTexts | None = None
     around: TextConfig = field(default_factory=TextConfig)
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 

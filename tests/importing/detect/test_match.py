@@ -22,7 +22,7 @@ from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.layout.apply import Canonical, apply_layout, possible_heads
 from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_layout, render_layout
 from tfexport.importing.reference.compare import compare
-from tfexport.importing.reference.golden import Golden, read_golden, record
+from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference, record_reference
 
 RECORDS = Path(__file__).resolve().parents[4] / "shared" / "goldens"
 NAMES = sorted(path.name.split(".")[0] for path in RECORDS.glob("*.golden.safetensors"))
@@ -37,7 +37,7 @@ def each(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in names]
 
 
-def made(name: str, path: Path, **options: Any) -> Golden:
+def made(name: str, path: Path, **options: Any) -> ReferenceOutputs:
     if name in ("Mixed", "Scattered", "OneForBoth"):
         options["source_vocab"] = TARGET
     if name == "EncoderAlone":
@@ -45,81 +45,81 @@ def made(name: str, path: Path, **options: Any) -> Golden:
     return recorded(SELFMADE[name], path, **options)
 
 
-def recorded(make: Callable[[], nn.Module], path: Path, **options: Any) -> Golden:
+def recorded(make: Callable[[], nn.Module], path: Path, **options: Any) -> ReferenceOutputs:
     torch.manual_seed(0)
     options = {"source_vocab": SOURCE, "target_vocab": TARGET, "heads": HEADS, **options}
-    golden = record(make(), lambda model, *inputs: model(*inputs), path, **options)
-    wide = {key: one.double() if one.is_floating_point() else one for key, one in golden.state.items()}
-    return replace(golden, state=wide)
+    reference = record_reference(make(), lambda model, *inputs: model(*inputs), path, **options)
+    wide = {key: one.double() if one.is_floating_point() else one for key, one in reference.state.items()}
+    return replace(reference, state=wide)
 
 
 @pytest.fixture(scope="session")
-def golden_of(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Golden]:
-    return lambda name: read_golden(once(f"golden-{name}", lambda path: made(name, path)))
+def reference_of(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], ReferenceOutputs]:
+    return lambda name: read_reference(once(f"reference-{name}", lambda path: made(name, path)))
 
 
 def check(
-    golden: Golden, found: Detection, tensors: Mapping[str, Tensor] | None = None, *, within: float = 1e-12
+    reference: ReferenceOutputs, found: Detection, tensors: Mapping[str, Tensor] | None = None, *, within: float = 1e-12
 ) -> tuple[Layout, Canonical]:
     """Apply an accepted layout, as the text of a file, and compare with the error that the search reports."""
     assert found.search is not None
     assert found.search.accepted, found.search
     assert found.search.best is not None
     layout = parse_layout(render_layout(found.layout), "found")
-    canonical = apply_layout(layout, tensors or golden.state, settings=TOKENS, attributes=golden.attributes)
-    error = compare(canonical, golden).error
+    canonical = apply_layout(layout, tensors or reference.state, settings=TOKENS, attributes=reference.attributes)
+    error = compare(canonical, reference).error
     assert error == found.search.best.error
     assert error < within
     return layout, canonical
 
 
 @pytest.mark.parametrize("name", each(SELFMADE))
-def test_selfmade_models_are_found(name: str, golden_of: Callable[[str], Golden]) -> None:
-    golden, budget = golden_of(name), Budget(ENOUGH)
-    check(golden, detect(golden.state, golden, [], budget=budget))
+def test_selfmade_models_are_found(name: str, reference_of: Callable[[str], ReferenceOutputs]) -> None:
+    reference, budget = reference_of(name), Budget(ENOUGH)
+    check(reference, detect(reference.state, reference, [], budget=budget))
 
 
 @pytest.mark.skipif(not NAMES, reason="recorded outputs of other implementations are not here")
 @pytest.mark.parametrize("name", each(NAMES))
 def test_other_implementations_are_found_without_their_layouts(name: str) -> None:
     tensors = load_file(RECORDS / f"{name}.safetensors")
-    golden = read_golden(RECORDS / f"{name}.golden.safetensors")
-    check(golden, detect(tensors, golden, [], budget=Budget(ENOUGH)), tensors, within=1e-6)
+    reference = read_reference(RECORDS / f"{name}.golden.safetensors")
+    check(reference, detect(tensors, reference, [], budget=Budget(ENOUGH)), tensors, within=1e-6)
 
 
 def test_heads_are_found_where_nobody_tells(tmp_path: Path) -> None:
-    golden = made("Square", tmp_path / "g", heads=None)
-    found = detect(golden.state, golden, [])
-    check(golden, found)
+    reference = made("Square", tmp_path / "g", heads=None)
+    found = detect(reference.state, reference, [])
+    check(reference, found)
     assert found.layout.arch["num_heads"] == HEADS
 
 
-def test_what_is_given_is_not_searched(golden_of: Callable[[str], Golden]) -> None:
-    golden = golden_of("Mixed")
-    found = detect(golden.state, golden, [], settings={"norm": "std"}, budget=Budget(100))
+def test_what_is_given_is_not_searched(reference_of: Callable[[str], ReferenceOutputs]) -> None:
+    reference = reference_of("Mixed")
+    found = detect(reference.state, reference, [], settings={"norm": "std"}, budget=Budget(100))
     assert found.search is not None
     assert not found.search.accepted
     assert found.layout.arch["norm"] == "std"
 
 
-def test_wrong_heads_are_not_accepted(golden_of: Callable[[str], Golden]) -> None:
-    golden = golden_of("NumberedBlocks")
-    found = detect(golden.state, golden, [], settings={"num_heads": 2}, budget=Budget(100))
+def test_wrong_heads_are_not_accepted(reference_of: Callable[[str], ReferenceOutputs]) -> None:
+    reference = reference_of("NumberedBlocks")
+    found = detect(reference.state, reference, [], settings={"num_heads": 2}, budget=Budget(100))
     assert found.search is not None
     assert not found.search.accepted
 
 
-def test_a_failed_search_says_how_near_it_came(golden_of: Callable[[str], Golden], tmp_path: Path) -> None:
+def test_a_failed_search_says_how_near_it_came(reference_of: Callable[[str], ReferenceOutputs], tmp_path: Path) -> None:
     """A model that no layout expresses: its decoder subtracts where others add."""
 
     class Odd(NumberedBlocks):
         def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
             return super().forward(source, keep, target).sin() * 5
 
-    golden = recorded(Odd, tmp_path / "g")
+    reference = recorded(Odd, tmp_path / "g")
     said: list[str] = []
     budget = Budget(200, said.append)
-    found = detect(golden.state, golden, [], budget=budget, report=said.append)
+    found = detect(reference.state, reference, [], budget=budget, report=said.append)
     assert found.search is not None
     assert not found.search.accepted
     assert found.search.best is not None
@@ -135,7 +135,7 @@ def test_a_failed_search_says_how_near_it_came(golden_of: Callable[[str], Golden
 def test_two_layouts_that_fit_by_name_are_both_named() -> None:
     some = next(iter(builtin_layouts().values()))
     twins = [Layout(name=name, map=("a.{wb} -> out.{wb}",), arch=some.arch) for name in ("one", "other")]
-    with pytest.raises(CheckpointError, match=r"2 layouts fit by name \(one, other\).*golden, which decides"):
+    with pytest.raises(CheckpointError, match=r"2 layouts fit by name \(one, other\).*reference outputs, which decide"):
         detect({"a.weight": torch.ones(3, 3)}, None, twins)
 
 
@@ -174,7 +174,7 @@ def test_heads_that_share_keys_are_as_many_as_rows_of_keys_allow() -> None:
 
 
 def test_the_first_proposal_reads_names() -> None:
-    """Heads in a list, roles by word, sides by word: one proposal, without a golden."""
+    """Heads in a list, roles by word, sides by word: one proposal, without a reference."""
     found = detect(HeadLists().state_dict(), None, [])
     assert found.search is None
     assert "encode_layers.{i}.sa.heads.{h}.query.{weight,bias} -> enc.layers.{i}.self.q.{weight,bias} |> join_rows" in [

@@ -62,8 +62,8 @@ class OneList(nn.Module):
 
 
 def test_a_list_of_both_sides_is_cut(tmp_path: Path) -> None:
-    golden = recorded(OneList, tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET)
-    layout, canonical = check(golden, detect(golden.state, golden, [], budget=Budget(2_000)), within=1e-13)
+    reference = recorded(OneList, tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET)
+    layout, canonical = check(reference, detect(reference.state, reference, [], budget=Budget(2_000)), within=1e-13)
     assert any(line.startswith("layers.{0,1}.attn.qkv.weight -> enc.layers.{0,1}.self.[q/k/v]") for line in layout.map)
     assert any(line.startswith("layers.{i+2}.attn.qkv.weight -> dec.layers.{i}.self.[q/k/v]") for line in layout.map)
     config = canonical.config

@@ -89,9 +89,11 @@ DEEPNET = (0.81 * 32 ** (1 / 16), 1.0), (6**0.25, 1.0)
 def test_factors_of_residual_sums_are_found(
     factors: tuple[Factors, Factors], is_pre: bool, scales: tuple[float, float], fold: str, tmp_path: Path
 ) -> None:
-    golden = recorded(lambda: Sums(*factors, is_pre=is_pre), tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET)
+    reference = recorded(
+        lambda: Sums(*factors, is_pre=is_pre), tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET
+    )
     layout, canonical = check(
-        golden, detect(golden.state, golden, [], budget=Budget(3_000), settings=GIVEN), within=1e-13
+        reference, detect(reference.state, reference, [], budget=Budget(3_000), settings=GIVEN), within=1e-13
     )
     assert canonical.config.decoder is not None
     sides = canonical.config.encoder, canonical.config.decoder
@@ -99,7 +101,7 @@ def test_factors_of_residual_sums_are_found(
     outputs = [line for line in layout.map if " -> " in line and ("fc2" in line or ".o." in line.split(" -> ")[1])]
     assert outputs
     assert all(line.endswith(fold) for line in outputs), outputs
-    certificate = certify(canonical, golden, "found")
+    certificate = certify(canonical, reference, "found")
     assert certificate.proven
     told = certificate.switches["enc.residual_scale"], certificate.switches["dec.residual_scale"]
     assert all(changed.error > 0.01 for changed in told)

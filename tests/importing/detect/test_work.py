@@ -23,44 +23,44 @@ from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import fits_names
 from tfexport.importing.layout.layout import builtin_layouts, render_layout
-from tfexport.importing.reference.golden import Golden, read_golden
+from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
 from tfexport.importing.reference.weights import completed
 from tfexport.nn.switches import Value
 
 
 @pytest.fixture(scope="module")
-def golden(once: Callable[[str, Callable[[Path], object]], Path]) -> Golden:
-    return read_golden(once("golden-work", lambda path: made("HeadLists", path)))
+def reference(once: Callable[[str, Callable[[Path], object]], Path]) -> ReferenceOutputs:
+    return read_reference(once("reference-work", lambda path: made("HeadLists", path)))
 
 
 # Switches that need not be searched here.
 GIVEN: dict[str, Value] = {"norm": "layernorm", "embedding_scale": 1.0, "logit_scale": 1.0}
 
 
-def found(golden: Golden, limit: int = 20_000) -> tuple[Detection, Budget]:
+def found(reference: ReferenceOutputs, limit: int = 20_000) -> tuple[Detection, Budget]:
     budget = Budget(limit)
-    return detect(golden.state, golden, [], budget=budget, settings=GIVEN), budget
+    return detect(reference.state, reference, [], budget=budget, settings=GIVEN), budget
 
 
-def test_a_search_does_not_look_at_the_clock(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_does_not_look_at_the_clock(reference: ReferenceOutputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine where every step takes an hour, a search finds the same with the same work."""
-    quiet, spent = found(golden)
+    quiet, spent = found(reference)
     # The right mapping comes first, and few of its switches have unusual values.
     assert spent.spent <= 12
     hours = iter(range(0, 10**9, 3600))
     for name in ("monotonic", "perf_counter", "time", "process_time"):
         monkeypatch.setattr(time, name, lambda: float(next(hours)))
-    busy, again = found(golden)
+    busy, again = found(reference)
     assert busy.search is not None
     assert busy.search.accepted
     assert render_layout(busy.layout) == render_layout(quiet.layout)
     assert again.spent == spent.spent
 
 
-def test_a_budget_cuts_a_search_and_a_larger_one_ends_it(golden: Golden) -> None:
-    _, whole = found(golden)
+def test_a_budget_cuts_a_search_and_a_larger_one_ends_it(reference: ReferenceOutputs) -> None:
+    _, whole = found(reference)
     for limit, is_enough in ((1, False), (whole.spent - 2, False), (whole.spent, True)):
-        result, budget = found(golden, limit)
+        result, budget = found(reference, limit)
         assert result.search is not None
         assert (result.search.accepted, result.search.is_cut) == (is_enough, not is_enough)
         assert limit <= budget.spent <= limit + 1  # a close candidate also runs on the whole batch
@@ -159,8 +159,8 @@ def test_ties_are_looked_up() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint and its golden."""
-    made("HeadLists", tmp_path / "golden")
+    """A checkpoint and its reference."""
+    made("HeadLists", tmp_path / "reference")
     torch.manual_seed(0)
     save_file(SELFMADE["HeadLists"]().state_dict(), tmp_path / "mine.safetensors")
     return tmp_path
@@ -175,7 +175,7 @@ def test_a_small_model_runs_on_one_thread(folder: Path) -> None:
         import_checkpoint(
             folder / "mine.safetensors",
             folder / "model",
-            golden=folder / "golden",
+            reference=folder / "reference",
             on_progress=lambda stage, done: seen.add(torch.get_num_threads()),
         )
         after = torch.get_num_threads()
@@ -191,7 +191,7 @@ def test_an_import_does_not_load_the_compiler(folder: Path) -> None:
         "from tfexport.importing.importer import import_checkpoint\n"
         "from tfexport.importing.config import ImportConfig\n"
         "from pathlib import Path\n"
-        "done = import_checkpoint('mine.safetensors', 'model', ImportConfig(), golden=Path('golden'))\n"
+        "done = import_checkpoint('mine.safetensors', 'model', ImportConfig(), reference=Path('reference'))\n"
         "assert done.certificate.proven\n"
         "print(*(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules))\n"
     )

@@ -243,7 +243,7 @@ def test_another_family_is_named_with_the_way(model_type: str, tmp_path: Path) -
     with pytest.raises(CheckpointError) as caught:
         imported(tmp_path)
     assert f"model_type is {model_type!r}, expected bart, mbart" in str(caught.value)
-    assert "record a golden" in str(caught.value)
+    assert "record reference outputs" in str(caught.value)
 
 
 def drawn(name: str, seed: int) -> dict[str, Any]:

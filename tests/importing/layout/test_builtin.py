@@ -25,7 +25,7 @@ from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names
 from tfexport.importing.layout.layout import builtin_layouts
 from tfexport.importing.reference.certificate import certify
 from tfexport.importing.reference.compare import compare, tolerance
-from tfexport.importing.reference.golden import Golden, read_golden, record
+from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference, record_reference
 from tfexport.nn.directory import load_model
 
 RECORDS = Path(__file__).resolve().parents[4] / "shared" / "goldens"
@@ -38,8 +38,8 @@ recorded = pytest.mark.skipif(not RECORDS.is_dir(), reason="recorded outputs of 
 
 
 @functools.cache
-def golden(name: str) -> Golden:
-    return read_golden(RECORDS / f"{name}.golden.safetensors")
+def reference(name: str) -> ReferenceOutputs:
+    return read_reference(RECORDS / f"{name}.golden.safetensors")
 
 
 @functools.cache
@@ -51,14 +51,14 @@ def state(name: str) -> dict[str, Tensor]:
 def apply(name: str) -> Canonical:
     layout = builtin_layouts()[LAYOUTS[name]]
     tokens = {f"tokens.{token}": 0 for token in ("pad", "start", "eos") if token not in layout.tokens}
-    return apply_layout(layout, state(name), heads=golden(name).heads, settings=tokens)
+    return apply_layout(layout, state(name), heads=reference(name).heads, settings=tokens)
 
 
 @recorded
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_model_is_reproduced(name: str) -> None:
-    found = compare(apply(name), golden(name))
-    assert found.error <= tolerance(golden(name), builtin_layouts()[LAYOUTS[name]].baseline)
+    found = compare(apply(name), reference(name))
+    assert found.error <= tolerance(reference(name), builtin_layouts()[LAYOUTS[name]].baseline)
     if name not in ("bentrevett", "opennmt_py", "fairseq_post", "hf_t5", "hf_t5_v1_1"):
         assert found.error < 1e-14
 
@@ -82,7 +82,7 @@ KEYS = ("enc.layers.*.self", "dec.layers.*.self", "dec.layers.*.cross")
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_the_certificate_lists_what_cannot_matter_and_nothing_else(name: str) -> None:
     canonical = apply(name)
-    certificate = certify(canonical, golden(name), name, baseline=builtin_layouts()[LAYOUTS[name]].baseline)
+    certificate = certify(canonical, reference(name), name, baseline=builtin_layouts()[LAYOUTS[name]].baseline)
     expected = set()
     if "enc.layers.0.self.k.bias" in canonical.tensors:
         expected = {f"{part}.k.bias: makes no difference" for part in KEYS}
@@ -105,9 +105,9 @@ def test_a_repaired_notebook_is_imported(model: type[nn.Module], heads: int, lay
     torch.manual_seed(0)
     original = model().eval()
     target = {"target_vocab": 31} if model is not Notebook002 else {}
-    record(original, model.forward, tmp_path / "golden", source_vocab=31, heads=heads, **target)
+    record_reference(original, model.forward, tmp_path / "reference", source_vocab=31, heads=heads, **target)
     torch.save({"model_state_dict": original.state_dict(), "epoch": 9}, tmp_path / "a.pt")
-    imported = import_checkpoint(tmp_path / "a.pt", tmp_path / "model", golden=tmp_path / "golden")
+    imported = import_checkpoint(tmp_path / "a.pt", tmp_path / "model", reference=tmp_path / "reference")
     assert imported.layout.name == layout
     assert imported.certificate.proven
     found = load_model(tmp_path / "model").double()
@@ -143,7 +143,7 @@ def bart() -> nn.Module:
 @recorded
 def test_a_relative_bias_tells_the_heads() -> None:
     found = apply_layout(builtin_layouts()["hf_t5"], state("hf_t5"))
-    assert found.config.encoder.num_heads == golden("hf_t5").heads
+    assert found.config.encoder.num_heads == reference("hf_t5").heads
 
 
 def test_a_layout_asked_for_by_name_reads_config_json_too(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_layout_asked_for_by_name_reads_config_json_too(tmp_path: Path) -> Non
     bart().save_pretrained(tmp_path / "hf")
     certificate = import_checkpoint(tmp_path / "hf", tmp_path / "model").certificate
     assert not certificate.proven
-    assert certificate.unverified == ("everything: there was no golden to compare with",)
+    assert certificate.unverified == ("everything: there were no reference outputs to compare with",)
     import_checkpoint(tmp_path / "hf", tmp_path / "named", ImportConfig(layout=certificate.layout))
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "model" / file).read_bytes() == (tmp_path / "named" / file).read_bytes()

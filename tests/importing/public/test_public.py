@@ -1,4 +1,4 @@
-"""Public models: their layouts read them without a golden, and a golden finds them without their layouts."""
+"""Public models: their layouts read them without a reference, and a reference finds them without their layouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfexport.importing.detect.search import Budget, detect
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import fits_names
 from tfexport.importing.layout.layout import builtin_layouts
-from tfexport.importing.reference.golden import Golden, record
+from tfexport.importing.reference.outputs import ReferenceOutputs, record_reference
 from tfexport.nn.directory import load_model
 from tfexport.nn.switches import Value
 from tfexport.runtime.eager import EagerSession
@@ -47,20 +47,20 @@ SETTINGS = {
 # One vocabulary for both sides.
 JOINT = ("jadore801120", "sgrvinod", "tunz")
 REFUSED: dict[str, Callable[[], nn.Module]] = {"leviswind": Leviswind}
-# What a golden finds without a layout; the positions of the one left out are a list in its code, which nothing tells.
+# Found without a layout; the positions of the one left out are a list in its code, which no tensor shows.
 FOUND = sorted(MODELS.keys() - {"graykode"})
 QUICK = ("d2l", "feather_ai", "wmathor")
 
 
 @dataclass(frozen=True)
 class Made:
-    """A rebuilt model of random weights, its file and the golden of it."""
+    """A rebuilt model of random weights, its file and the reference of it."""
 
     name: str
     model: nn.Module
     file: Path
-    golden: Path
-    recorded: Golden
+    reference: Path
+    recorded: ReferenceOutputs
 
 
 @functools.cache
@@ -72,17 +72,17 @@ def made(name: str, folder: Path) -> Made:
             if parameter.requires_grad:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
     lengths = {part: getattr(model, part) for part in ("source_len", "target_len") if hasattr(model, part)}
-    recorded = record(
+    recorded = record_reference(
         model,
         lambda model, *inputs: model(*inputs),
-        folder / f"{name}.golden",
+        folder / f"{name}.reference",
         source_vocab=TARGET if name in JOINT else SOURCE,
         target_vocab=TARGET,
         heads=HEADS,
         **lengths,
     )
     torch.save({"model_state_dict": model.state_dict()}, folder / f"{name}.pt")
-    return Made(name, model, folder / f"{name}.pt", folder / f"{name}.golden", recorded)
+    return Made(name, model, folder / f"{name}.pt", folder / f"{name}.reference", recorded)
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +93,21 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
 def worst(one: Made, model: Path) -> float:
     """Compare log-probabilities of valid positions, of the file's own weights, in float32."""
-    golden = one.recorded
-    assert golden.target_ids is not None
-    assert golden.target_mask is not None
-    batch = golden.source_ids, golden.source_mask, golden.target_ids
+    reference = one.recorded
+    assert reference.target_ids is not None
+    assert reference.target_mask is not None
+    batch = reference.source_ids, reference.source_mask, reference.target_ids
     with torch.no_grad():
         theirs, ours = (each(*batch).log_softmax(-1) for each in (one.model, load_model(model)))
-    return float((theirs - ours)[golden.target_mask].abs().max())
+    return float((theirs - ours)[reference.target_mask].abs().max())
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_its_layout_reads_it_without_a_golden(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+def test_its_layout_reads_it_without_a_reference(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
     one, layout = public(name), builtin_layouts()[name]
     assert [other.name for other in builtin_layouts().values() if fits_names(other, one.model.state_dict())] == [name]
     missing = [token for token in ("pad", "start", "eos") if token not in layout.tokens]
-    # The golden has the padding as 0.
+    # The reference has the padding as 0.
     settings = ("tokens.pad=0", *(f"tokens.{token}=0" for token in missing if token != "pad"))
     config = ImportConfig(layout=name, heads=HEADS, settings=(*settings, *SETTINGS.get(name, ())))
     imported = import_checkpoint(one.file, tmp_path / "model", config)
@@ -116,30 +116,30 @@ def test_its_layout_reads_it_without_a_golden(name: str, public: Callable[[str],
 
 
 def found(one: Made, folder: Path) -> None:
-    imported = import_checkpoint(one.file, folder / "model", ImportConfig(builtin=False), golden=one.golden)
+    imported = import_checkpoint(one.file, folder / "model", ImportConfig(builtin=False), reference=one.reference)
     assert imported.certificate.proven
     assert imported.certificate.error is not None
-    # A table that the golden does not bring is computed in float32.
+    # A table that the reference does not bring is computed in float32.
     assert imported.certificate.error < (1e-7 if one.name in ("ajhalthor", "tunz") else 1e-12)
     assert imported.layout.name == "found"
     assert worst(one, folder / "model") < 1e-5
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_golden_finds_it_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+def test_a_reference_finds_it_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
     found(public(name), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
-def test_a_golden_finds_every_one_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+def test_a_reference_finds_every_one_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
     found(public(name), tmp_path)
 
 
 def test_attention_without_an_output_projection_is_refused(tmp_path: Path) -> None:
     one = made("leviswind", tmp_path)
     with pytest.raises(CheckpointError, match=r"have no attention .*or export the model as your own module"):
-        import_checkpoint(one.file, tmp_path / "model", golden=one.golden)
+        import_checkpoint(one.file, tmp_path / "model", reference=one.reference)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_attention_without_an_output_projection_is_refused(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_golden_tells_what_no_key_does(
+def test_a_reference_tells_what_no_key_does(
     name: str, given: dict[str, Value], line: str, public: Callable[[str], Made]
 ) -> None:
     """A start from zeros, gains stored as gain - 1 and tables that are scaled down; the usual switches are given."""
-    golden = public(name).recorded
-    state = {key: tensor.double() for key, tensor in golden.state.items()}
+    reference = public(name).recorded
+    state = {key: tensor.double() for key, tensor in reference.state.items()}
     settings = {"norm": "layernorm", "norm_place": "pre", "logit_scale": 1.0, **given}
-    search = detect(state, golden, [], settings=settings, budget=Budget(2_000)).search
+    search = detect(state, reference, [], settings=settings, budget=Budget(2_000)).search
     assert search is not None
     assert search.accepted
     assert search.best is not None

@@ -1,4 +1,4 @@
-"""The certificate: whatever is wrong in an import shows in the golden, or is listed as unverified."""
+"""The certificate: whatever is wrong in an import shows in the reference, or is listed as unverified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfexport.importing.layout.sizes import configured as with_values
 from tfexport.importing.layout.sizes import options
 from tfexport.importing.reference.certificate import Certificate, certify, unproven
 from tfexport.importing.reference.compare import Comparator
-from tfexport.importing.reference.golden import Golden
+from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.directory import save_model
 from tfexport.nn.switches import SWITCHES
 from tfexport.nn.transformer import Transformer
@@ -30,23 +30,23 @@ ENCODER_ALONE = replace(tiny.VARIANTS["post"], decoder=None, target_vocab=None, 
 K_BIASES = {"enc.layers.*.self.k.bias", "dec.layers.*.self.k.bias", "dec.layers.*.cross.k.bias"}
 
 
-def made(config: Any, *, padded: bool = True) -> tuple[Canonical, Golden]:
-    """A canonical model and the golden of itself; every tensor has its own line."""
+def made(config: Any, *, padded: bool = True) -> tuple[Canonical, ReferenceOutputs]:
+    """A canonical model and the reference of itself; every tensor has its own line."""
     model = tiny.model(config)
     source_ids, source_mask, target_ids = tiny.batch()
     if not padded:
         source_mask = torch.ones_like(source_mask)
-    golden: dict[str, Any] = {"source_ids": source_ids, "source_mask": source_mask}
+    reference: dict[str, Any] = {"source_ids": source_ids, "source_mask": source_mask}
     with torch.no_grad():
         if config.decoder is None:
-            golden |= {"hidden_states": model.hidden_states(source_ids, source_mask)}
+            reference |= {"hidden_states": model.hidden_states(source_ids, source_mask)}
         else:
             keep = torch.ones_like(target_ids, dtype=torch.bool)
             logits = model(source_ids, source_mask, target_ids)
-            golden |= {"target_ids": target_ids, "target_mask": keep, "logits": logits}
+            reference |= {"target_ids": target_ids, "target_mask": keep, "logits": logits}
     tensors = dict(model.state_dict())
     lines = tuple(LineUse(f"{name} -> {name}", (name,), (name,)) for name in tensors)
-    return Canonical(config, tensors, lines), Golden(**golden)
+    return Canonical(config, tensors, lines), ReferenceOutputs(**reference)
 
 
 def about(certificate: Certificate) -> set[str]:
@@ -55,8 +55,8 @@ def about(certificate: Certificate) -> set[str]:
 
 @pytest.mark.parametrize("name", tiny.VARIANTS)
 def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
-    canonical, golden = made(tiny.VARIANTS[name])
-    certificate = certify(canonical, golden, name)
+    canonical, reference = made(tiny.VARIANTS[name])
+    certificate = certify(canonical, reference, name)
     assert certificate.proven
     assert certificate.error is not None
     assert certificate.error < 1e-14
@@ -83,32 +83,32 @@ def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
 )
 def test_a_switch_that_is_set_is_as_good_as_a_model_that_is_built(variant: str, name: str) -> None:
     """A search sets the switches of one built model: one that it forgot would seem to make no difference."""
-    canonical, golden = made(tiny.VARIANTS[variant])
-    built = Comparator(canonical, golden)
+    canonical, reference = made(tiny.VARIANTS[variant])
+    built = Comparator(canonical, reference)
     seen = set()
     for value in options(canonical.config)[name]:
         changed = with_values(canonical.config, {name: value})
         found = built.compare(changed).worst
-        assert found == pytest.approx(Comparator(replace(canonical, config=changed), golden).compare(changed).worst)
+        assert found == pytest.approx(Comparator(replace(canonical, config=changed), reference).compare(changed).worst)
         seen.add(found)
     assert len(seen) > 1
 
 
 def test_an_encoder_alone() -> None:
-    canonical, golden = made(ENCODER_ALONE)
-    certificate = certify(canonical, golden, "alone")
+    canonical, reference = made(ENCODER_ALONE)
+    certificate = certify(canonical, reference, "alone")
     assert certificate.proven
     assert about(certificate) == {"enc.layers.*.self.k.bias"}
 
 
-def test_a_golden_without_padding_does_not_prove_the_mask() -> None:
-    canonical, golden = made(tiny.VARIANTS["post"], padded=False)
-    assert about(certify(canonical, golden, "blind")) == {"source mask", *K_BIASES}
+def test_a_reference_without_padding_does_not_prove_the_mask() -> None:
+    canonical, reference = made(tiny.VARIANTS["post"], padded=False)
+    assert about(certify(canonical, reference, "blind")) == {"source mask", *K_BIASES}
 
 
 def test_equal_norms_hide_nothing_but_what_they_are() -> None:
     """Gains of 0 behind a norm make everything in front of it invisible, and the certificate says so."""
-    canonical, golden = made(tiny.VARIANTS["post"])
+    canonical, reference = made(tiny.VARIANTS["post"])
     tensors = {
         name: torch.zeros_like(tensor) if name.endswith("fc2.weight") else tensor
         for name, tensor in canonical.tensors.items()
@@ -117,8 +117,8 @@ def test_equal_norms_hide_nothing_but_what_they_are() -> None:
     model = Transformer(canonical.config).double().eval()
     model.load_state_dict(tensors)
     with torch.no_grad():
-        logits = model(golden.source_ids, golden.source_mask, golden.target_ids)
-    certificate = certify(silent, replace(golden, logits=logits), "silent")
+        logits = model(reference.source_ids, reference.source_mask, reference.target_ids)
+    certificate = certify(silent, replace(reference, logits=logits), "silent")
     hidden = {f"{side}.layers.*.ffn.fc1.{kind}" for side in ("enc", "dec") for kind in ("weight", "bias")}
     assert about(certificate) >= {*hidden, "activation"}
 
@@ -154,8 +154,8 @@ MUTATIONS: dict[str, Callable[[Canonical], Canonical]] = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_not_proven(name: str) -> None:
-    canonical, golden = made(tiny.VARIANTS["post"])
-    certificate = certify(MUTATIONS[name](canonical), golden, name)
+    canonical, reference = made(tiny.VARIANTS["post"])
+    certificate = certify(MUTATIONS[name](canonical), reference, name)
     assert not certificate.proven
     assert certificate.error is not None
     assert certificate.error > 100 * 1e-9
@@ -174,14 +174,14 @@ def shared_in_turn(canonical: Canonical) -> Canonical:
 
 
 def test_heads_that_share_keys_in_another_order_are_noticed() -> None:
-    canonical, golden = made(tiny.VARIANTS["modern"])
-    comparator = Comparator(mutated := shared_in_turn(canonical), golden)
+    canonical, reference = made(tiny.VARIANTS["modern"])
+    comparator = Comparator(mutated := shared_in_turn(canonical), reference)
     assert comparator.compare(mutated.config).worst > 100 * 1e-9
 
 
 def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
-    canonical, golden = made(tiny.VARIANTS["post"])
-    certificate = certify(canonical, golden, "mine")
+    canonical, reference = made(tiny.VARIANTS["post"])
+    certificate = certify(canonical, reference, "mine")
     text = json.dumps(certificate.to_dict(), indent=2)
     assert len(text) < 20_000
     assert json.loads(text)["unverified"] == list(certificate.unverified)
@@ -195,13 +195,13 @@ def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
     assert inspect_path(tmp_path / "m")["certificate"]["proven"] is True
 
 
-def test_without_a_golden_it_says_so(tmp_path: Path) -> None:
+def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
     save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
     assert "Certificate" not in run("inspect", tmp_path / "m").output
     (tmp_path / "m" / CERTIFICATE).write_text(json.dumps(unproven("guess").to_dict()), encoding="utf-8")
     shown = run("inspect", tmp_path / "m").output
     assert "layout guess, NOT PROVEN" in shown
-    assert "there was no golden" in shown
+    assert "there were no reference outputs" in shown
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"proven": true}', '{"layout": 3, "proven": "yes"}'])

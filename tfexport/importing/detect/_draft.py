@@ -22,7 +22,7 @@ from tfexport.importing.detect import _layers as of
 from tfexport.importing.detect._layers import FAR, LIKELY, POSSIBLE, Choice, Layer, Layers, Part, Reading, Shape, Style
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.layout.ops import SINUSOIDS
-from tfexport.importing.reference.golden import Golden
+from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.importing.reference.weights import is_position_table
 from tfexport.nn.switches import Value
 
@@ -66,15 +66,17 @@ def _with_fold(draft: _Draft, lines: re.Pattern[str], fold: str, cost: float) ->
     return _and(tuple(tuple(map(folded, choice)) for choice in draft), cost)
 
 
-def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name: str = "found") -> Iterator[Layout]:
+def drafts(
+    tensors: Mapping[str, Tensor], reference: ReferenceOutputs | None = None, *, name: str = "found"
+) -> Iterator[Layout]:
     """Draft layouts for a state dict, the most likely first.
 
-    `golden` adds the vocabularies, the padding id and the tables outside of the state dict.
+    `reference` adds the vocabularies, the padding id and the tables outside of the state dict.
 
     Raises:
         CheckpointError: There are no layers with attention and a feed-forward network, or their parts do not fit.
     """
-    found = _Outline(tensors, golden).drafts()
+    found = _Outline(tensors, reference).drafts()
     heap: list[tuple[float, int, int, tuple[int, ...]]] = []
     seen = set[tuple[int, tuple[int, ...]]]()
     drafted = set[object]()
@@ -103,8 +105,8 @@ def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name:
 
 
 class _Outline:
-    def __init__(self, tensors: Mapping[str, Tensor], golden: Golden | None) -> None:
-        self.tensors, self.golden = tensors, golden
+    def __init__(self, tensors: Mapping[str, Tensor], reference: ReferenceOutputs | None) -> None:
+        self.tensors, self.reference = tensors, reference
         has_bare = any(
             tensor.dim() == 2 and of.attention_role(of.words(key)) is not None
             for key, tensor in tensors.items()
@@ -133,7 +135,7 @@ class _Outline:
         biases = [k for k in extras if len(shapes[k]) == 2 and {"rel", "relative", "bias"} & {*of.words(k)}]
         self.dead = [key for key in extras if key not in biases]
         self.biases = Reading(tuple(f"{key} -> {extras[key]}.rel_bias.weight" for key in biases))
-        self.outside = _Outside(parts, tensors, self.d_model, list(self.sides), golden)
+        self.outside = _Outside(parts, tensors, self.d_model, list(self.sides), reference)
 
     def _take(self, lists: Sequence[Layers], rest: Mapping[str, Shape]) -> None:
         self.d_model = _d_model(rest, lists)
@@ -167,7 +169,7 @@ class _Outline:
             except CheckpointError:  # this style finds no layers
                 continue
         found += self._sums(found[0])
-        if self.golden is not None and self._are_gains_around_zero():  # stored less 1
+        if self.reference is not None and self._are_gains_around_zero():  # stored less 1
             found = [_with_fold(draft, _GAIN, "add 1", LIKELY) for draft in found] + [
                 _and(draft, POSSIBLE) for draft in found
             ]
@@ -232,12 +234,12 @@ class _Outline:
         return bool(means) and statistics.median(means) < 0.5
 
     def _computed_tables(self) -> Choice:
-        attributes = self.golden.attributes if self.golden else {}
+        attributes = self.reference.attributes if self.reference else {}
         kept = [name for name, tensor in attributes.items() if sum(n > 1 for n in tensor.shape) == 2]
         kept = [name for name in kept if of.POSITION.intersection(of.words(name))] or kept
         texts = [(f"attr {name} |> squeeze", LIKELY) for name in kept]
         # Some implementations count positions from the row after the padding id.
-        rows = sorted({1, ((self.golden and self.golden.pad_source) or 0) + 1})
+        rows = sorted({1, ((self.reference and self.reference.pad_source) or 0) + 1})
         for kind in SINUSOIDS:
             texts += [(f"sinusoid {kind}", LIKELY), *((f"sinusoid {kind} |> slice {n}", POSSIBLE) for n in rows)]
         first, *others = self.sides
@@ -251,10 +253,14 @@ class _Outline:
 
     def _start(self) -> Choice:
         # If every target starts with padding, the decoder starts from zeros. That row becomes zeros.
-        golden = self.golden
-        if golden is None or golden.target_ids is None or set(golden.target_ids[:, 0].tolist()) != {golden.pad_target}:
+        reference = self.reference
+        if (
+            reference is None
+            or reference.target_ids is None
+            or set(reference.target_ids[:, 0].tolist()) != {reference.pad_target}
+        ):
             return ()
-        return Reading((f"post dec.embed.weight |> zero_row {golden.pad_target}",)), Reading(cost=POSSIBLE)
+        return Reading((f"post dec.embed.weight |> zero_row {reference.pad_target}",)), Reading(cost=POSSIBLE)
 
 
 def _layout(picked: Sequence[Reading], name: str) -> Layout:
@@ -344,11 +350,11 @@ class _Outside:
         tensors: Mapping[str, Tensor],
         d_model: int,
         sides: Sequence[str],
-        golden: Golden | None,
+        reference: ReferenceOutputs | None,
     ) -> None:
         self.tensors, self.d_model, self.sides = tensors, d_model, sides
-        self.vocab = golden.logits.shape[2] if golden is not None and golden.logits is not None else None
-        self.largest_id = int(golden.source_ids.max()) if golden is not None else 0
+        self.vocab = reference.logits.shape[2] if reference is not None and reference.logits is not None else None
+        self.largest_id = int(reference.source_ids.max()) if reference is not None else 0
         self.skip = of.common(key.split(".") for key in tensors)
         self.choices: list[Choice] = []
         self.derive: list[str] = []

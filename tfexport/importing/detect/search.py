@@ -22,7 +22,7 @@ from tfexport.importing.layout.layout import Layout
 from tfexport.importing.layout.sizes import Switches, configured, options, with_switches
 from tfexport.importing.reference.certificate import GROWTH, certify
 from tfexport.importing.reference.compare import TOLERANCE, Comparator, Comparison, check_fits, tolerance
-from tfexport.importing.reference.golden import Golden
+from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.switches import SWITCHES, Value
 
 # Largest error to accept if the original computes parts in float32.
@@ -120,7 +120,7 @@ class Detection(NamedTuple):
 
 def detect(
     tensors: Mapping[str, Tensor],
-    golden: Golden | None,
+    reference: ReferenceOutputs | None,
     builtin: Sequence[Layout],
     *,
     budget: Budget | None = None,
@@ -138,15 +138,15 @@ def detect(
     known = [layout for layout in builtin if fits_names(layout, tensors)]
     if known:
         report(f"names fit the layout {' and '.join(layout.name for layout in known)}")
-    if golden is None:
+    if reference is None:
         if len(known) > 1:
             names = ", ".join(layout.name for layout in known)
             raise CheckpointError(
                 f"{len(known)} layouts fit by name ({names}) and nothing tells which; give --layout with one of them, "
-                "or a golden, which decides"
+                "or reference outputs, which decide"
             )
         return Detection(known[0] if known else next(drafts(tensors)), None)
-    searcher = _Searcher(tensors, golden, budget or Budget(ImportConfig.search_budget), settings or {})
+    searcher = _Searcher(tensors, reference, budget or Budget(ImportConfig.search_budget), settings or {})
     search = None
     if known:
         # A model with the names of a known layout can have other switches: options of its code, or a fork.
@@ -154,20 +154,24 @@ def detect(
             search = searcher.run(known, report, as_written=as_written)
             if search.best is not None and (search.accepted or search.is_cut):
                 return Detection(search.best.layout, search)
-        report("no known layout reproduces the golden; matching names, indices and shapes")
-    drafted = searcher.run(itertools.islice(drafts(tensors, golden), _MAX_DRAFTS), report)
+        report("no known layout reproduces the reference outputs; matching names, indices and shapes")
+    drafted = searcher.run(itertools.islice(drafts(tensors, reference), _MAX_DRAFTS), report)
     if drafted.best is not None and drafted.accepted and drafted.is_float32:
-        drafted = _if_clear(drafted, drafted.best.layout, tensors, golden, report)
+        drafted = _if_clear(drafted, drafted.best.layout, tensors, reference, report)
     best = drafted.best or (search.best if search else None)
-    return Detection(best.layout if best else next(drafts(tensors, golden)), drafted)
+    return Detection(best.layout if best else next(drafts(tensors, reference)), drafted)
 
 
 def _if_clear(
-    search: Search, layout: Layout, tensors: Mapping[str, Tensor], golden: Golden, report: Callable[[str], None]
+    search: Search,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    reference: ReferenceOutputs,
+    report: Callable[[str], None],
 ) -> Search:
     """Accept a float32 error only if every other value of a switch is clearly worse."""
-    canonical = apply_layout(layout, tensors, settings=_PLACEHOLDERS, attributes=golden.attributes)
-    found = certify(canonical, golden, layout.name)
+    canonical = apply_layout(layout, tensors, settings=_PLACEHOLDERS, attributes=reference.attributes)
+    found = certify(canonical, reference, layout.name)
     clear = GROWTH * (found.error or 0.0)
     unclear = [
         name for name, other in found.switches.items() if name.rpartition(".")[2] in _DECIDING and other.error < clear
@@ -179,10 +183,10 @@ def _if_clear(
 
 class _Searcher:
     def __init__(
-        self, tensors: Mapping[str, Tensor], golden: Golden, budget: Budget, settings: Mapping[str, Value]
+        self, tensors: Mapping[str, Tensor], reference: ReferenceOutputs, budget: Budget, settings: Mapping[str, Value]
     ) -> None:
-        self.tensors, self.golden, self.budget, self.settings = tensors, golden, budget, settings
-        self.first = _first_position(golden)
+        self.tensors, self.reference, self.budget, self.settings = tensors, reference, budget, settings
+        self.first = _first_position(reference)
         self.refused = ""
 
     def run(self, layouts: Iterable[Layout], report: Callable[[str], None], *, as_written: bool = False) -> Search:
@@ -205,13 +209,13 @@ class _Searcher:
             if candidate is not None and (best is None or candidate.error < best.error):
                 best = candidate
                 report(f"mapping {tried}, candidate {self.budget.spent:,}: error {best.error:.1e}")
-            if best is not None and best.error <= tolerance(self.golden, best.layout.baseline):
+            if best is not None and best.error <= tolerance(self.reference, best.layout.baseline):
                 break
             if accepted_at is None and best is not None and best.error <= FLOAT32_TOLERANCE:
                 accepted_at = tried
         error, wanted = math.inf, TOLERANCE
         if best is not None:
-            error, wanted = best.error, tolerance(self.golden, best.layout.baseline)
+            error, wanted = best.error, tolerance(self.reference, best.layout.baseline)
         accepted = error <= max(wanted, FLOAT32_TOLERANCE)
         is_cut = not accepted and self.budget.is_over
         return Search(best, accepted, error > wanted, tried, is_cut, wanted, self.refused)
@@ -227,10 +231,10 @@ class _Searcher:
 
     def _heads(self, layout: Layout) -> list[list[int]]:
         # Head counts in one group make the same tensors.
-        given = self.settings.get("num_heads", self.golden.heads or layout.switch("num_heads"))
+        given = self.settings.get("num_heads", self.reference.heads or layout.switch("num_heads"))
         if isinstance(given, int):
             return [[given]]
-        every = possible_heads(layout, self.tensors, self.golden.attributes)
+        every = possible_heads(layout, self.tensors, self.reference.attributes)
         if not every:
             self._applied(layout, 1)  # sets `refused`
             return []
@@ -258,8 +262,8 @@ class _Searcher:
         settings.pop("num_heads", None)
         settings["num_heads"] = heads  # as the last one, for both sides
         try:
-            canonical = apply_layout(layout, self.tensors, settings=settings, attributes=self.golden.attributes)
-            check_fits(canonical.config, self.golden)
+            canonical = apply_layout(layout, self.tensors, settings=settings, attributes=self.reference.attributes)
+            check_fits(canonical.config, self.reference)
         except (CheckpointError, ConfigError, ParityError) as error:
             self.refused = str(error)
             self.budget.spend()
@@ -278,7 +282,7 @@ class _Searcher:
             if not found and name not in later
         }
         first = Comparator(canonical, self.first)
-        whole = first.on(self.golden)
+        whole = first.on(self.reference)
         best: tuple[Comparison, Switches] | None = None
         for error, switches in self._starts(first, canonical, start, coarse):
             if error > _NEAR and best is not None:
@@ -357,14 +361,14 @@ def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[s
             yield from ({name: value} for value in values)
 
 
-def _first_position(golden: Golden) -> Golden:
-    row = int(golden.source_mask.sum(1).argmin())
-    source = (slice(row, row + 1), slice(0, int(golden.source_mask[row].sum())))
+def _first_position(reference: ReferenceOutputs) -> ReferenceOutputs:
+    row = int(reference.source_mask.sum(1).argmin())
+    source = (slice(row, row + 1), slice(0, int(reference.source_mask[row].sum())))
     target = (slice(row, row + 1), slice(0, 1))
     changes: dict[str, Any] = {"state": {}, "attributes": {}, "real": {}}
     for places, names in (
         (source, ("source_ids", "source_mask", "hidden_states")),
         (target, ("target_ids", "target_mask", "logits")),
     ):
-        changes |= {name: tensor[places] for name in names if (tensor := getattr(golden, name)) is not None}
-    return replace(golden, **changes)
+        changes |= {name: tensor[places] for name in names if (tensor := getattr(reference, name)) is not None}
+    return replace(reference, **changes)

@@ -359,7 +359,9 @@ class _Execution:
                 return made.get(derived.argument, f"{derived.argument} is missing")
             case "attr":
                 known = ", ".join(self.attributes) or "none"
-                missing = f"no tensor {derived.argument} outside of the state dict (there: {known}); record a golden"
+                missing = (
+                    f"no tensor {derived.argument} outside of the state dict (there: {known}); record reference outputs"
+                )
                 return self.attributes.get(derived.argument, missing)
             case "ones":
                 return next(iter(made.values())).new_ones(width)

@@ -23,7 +23,7 @@ from tfexport.importing._files import FileSum
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.layout.sizes import configured, options
 from tfexport.importing.reference.compare import Comparator, Comparison, check_fits, tolerance
-from tfexport.importing.reference.golden import Golden
+from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import SWITCHES, Value
@@ -59,7 +59,7 @@ class Certificate:
         texts: number of recorded texts that the tokenizer was compared with.
         unverified: what could be wrong without being noticed.
         checkpoint: size and checksum of each weight file.
-        golden: size and checksum of the reference file.
+        reference: size and checksum of the reference file.
     """
 
     layout: str
@@ -72,7 +72,7 @@ class Certificate:
     texts: int = 0
     unverified: tuple[str, ...] = ()
     checkpoint: Mapping[str, FileSum] = field(default_factory=dict)
-    golden: FileSum | None = None
+    reference: FileSum | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the certificate as JSON values, with two digits of each error."""
@@ -86,12 +86,14 @@ class Certificate:
 
 def unproven(layout: str) -> Certificate:
     """Return the certificate of an import without reference outputs."""
-    return Certificate(layout=layout, proven=False, unverified=("everything: there was no golden to compare with",))
+    return Certificate(
+        layout=layout, proven=False, unverified=("everything: there were no reference outputs to compare with",)
+    )
 
 
 def certify(
     canonical: Canonical,
-    golden: Golden,
+    reference: ReferenceOutputs,
     layout: str,
     *,
     baseline: float = 0.0,
@@ -105,12 +107,12 @@ def certify(
     Raises:
         ParityError: The reference outputs do not fit the model.
     """
-    check_fits(canonical.config, golden)
-    comparator = Comparator(canonical, golden)
-    wanted = tolerance(golden, baseline)
+    check_fits(canonical.config, reference)
+    comparator = Comparator(canonical, reference)
+    wanted = tolerance(reference, baseline)
     error = comparator.compare(canonical.config).worst
     blind = GROWTH * max(error, _FLOOR)
-    changes = list(_switch_changes(canonical, golden, comparator))
+    changes = list(_switch_changes(canonical, reference, comparator))
     kinds: dict[str, list[Tensor]] = {}
     for name, parameter in comparator.model.named_parameters():
         kinds.setdefault(_kind(name), []).append(parameter)
@@ -141,7 +143,7 @@ def certify(
         proven=error <= wanted,
         error=error,
         tolerance=wanted,
-        rows=golden.source_ids.shape[0],
+        rows=reference.source_ids.shape[0],
         switches=switches,
         lines=lines,
         unverified=tuple(unverified),
@@ -149,12 +151,12 @@ def certify(
 
 
 def _switch_changes(
-    canonical: Canonical, golden: Golden, comparator: Comparator
+    canonical: Canonical, reference: ReferenceOutputs, comparator: Comparator
 ) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
     config, current = canonical.config, _values(canonical.config)
 
     def compare(other: Canonical, *, mask_source: bool = True) -> Comparison:
-        return Comparator(other, golden, mask_source=mask_source).compare(other.config)
+        return Comparator(other, reference, mask_source=mask_source).compare(other.config)
 
     for name, values in {**options(config), "num_heads": _heads(config)}.items():
         for value in values:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfexport.errors import ParityError
 from tfexport.importing.layout.apply import Canonical
-from tfexport.importing.reference.golden import Golden
+from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.config import Side, TransformerConfig
 from tfexport.nn.layers import LayerNorm
 from tfexport.nn.meta import on_meta
@@ -57,38 +57,38 @@ class Comparison:
         return "encoder" if self.encoder_error > tolerance else "decoder"
 
 
-def tolerance(golden: Golden, baseline: float = 0.0) -> float:
+def tolerance(reference: ReferenceOutputs, baseline: float = 0.0) -> float:
     """Return the largest error to accept; `baseline` is the documented error."""
-    return max(TOLERANCE, BASELINES * max(baseline, golden.baseline))
+    return max(TOLERANCE, BASELINES * max(baseline, reference.baseline))
 
 
-def compare(canonical: Canonical, golden: Golden) -> Comparison:
+def compare(canonical: Canonical, reference: ReferenceOutputs) -> Comparison:
     """Run a canonical model on the recorded batch; raise like `check_fits`."""
-    check_fits(canonical.config, golden)
-    return Comparator(canonical, golden).compare(canonical.config)
+    check_fits(canonical.config, reference)
+    return Comparator(canonical, reference).compare(canonical.config)
 
 
-def check_fits(config: TransformerConfig, golden: Golden) -> None:
+def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
     """Check that a model accepts the recorded ids and has outputs of that shape.
 
     Raises:
         ParityError: Lists every id, length, output width and decoder that does not fit.
     """
-    problems = _id_problems("source", golden.source_ids, config.source_vocab, config.max_source_length)
-    if golden.target_ids is not None:
+    problems = _id_problems("source", reference.source_ids, config.source_vocab, config.max_source_length)
+    if reference.target_ids is not None:
         sizes = config.target_vocab or 0, config.max_target_length or 0
-        problems += _id_problems("target", golden.target_ids, *sizes)
-    if (golden.target_ids is None) != (config.decoder is None):
+        problems += _id_problems("target", reference.target_ids, *sizes)
+    if (reference.target_ids is None) != (config.decoder is None):
         has, expects = ("a decoder", "none") if config.decoder else ("no decoder", "one")
-        problems = [f"the model has {has}, the golden expects {expects}"]
+        problems = [f"the model has {has}, the reference outputs expect {expects}"]
     for result, name, width in (
-        (golden.logits, "logits", config.target_vocab),
-        (golden.hidden_states, "hidden_states", config.d_model),
+        (reference.logits, "logits", config.target_vocab),
+        (reference.hidden_states, "hidden_states", config.d_model),
     ):
         if result is not None and result.shape[2] != width:
             problems.append(f"{name} have width {result.shape[2]}, the model gives {width}")
     if problems:
-        raise ParityError(f"golden: {'; '.join(problems)}; is it a golden of this model?")
+        raise ParityError(f"reference outputs: {'; '.join(problems)}; were they recorded from this model?")
 
 
 def _id_problems(side: str, ids: Tensor, vocab: int, length: int) -> list[str]:
@@ -107,21 +107,21 @@ class Comparator:
     set. If `mask_source` is False, attention includes padding.
     """
 
-    def __init__(self, canonical: Canonical, golden: Golden, *, mask_source: bool = True) -> None:
+    def __init__(self, canonical: Canonical, reference: ReferenceOutputs, *, mask_source: bool = True) -> None:
         self.mask_source = mask_source
         self.model = build(canonical.config, canonical.tensors)
-        self._take(golden)
+        self._take(reference)
 
-    def on(self, golden: Golden) -> Comparator:
+    def on(self, reference: ReferenceOutputs) -> Comparator:
         """Return a comparator on another batch that shares the tensors."""
         other = copy.copy(self)
-        other._take(golden)
+        other._take(reference)
         return other
 
-    def _take(self, golden: Golden) -> None:
-        self.golden = golden
-        keep = golden.source_mask if golden.target_mask is None else golden.target_mask
-        expected = golden.hidden_states if golden.logits is None else golden.logits.log_softmax(-1)
+    def _take(self, reference: ReferenceOutputs) -> None:
+        self.reference = reference
+        keep = reference.source_mask if reference.target_mask is None else reference.target_mask
+        expected = reference.hidden_states if reference.logits is None else reference.logits.log_softmax(-1)
         assert expected is not None
         self.keep, self.expected = keep, expected
         self.scale = float(expected[keep].abs().max())
@@ -130,17 +130,17 @@ class Comparator:
     def compare(self, config: TransformerConfig) -> Comparison:
         """Compare under the switches of `config`, whose sizes are those of the tensors."""
         set_switches(self.model, config)
-        golden = self.golden
-        mask = golden.source_mask if self.mask_source else torch.ones_like(golden.source_mask)
+        reference = self.reference
+        mask = reference.source_mask if self.mask_source else torch.ones_like(reference.source_mask)
         encoder_error = None
-        if golden.target_ids is None:
-            found = self.model.hidden_states(golden.source_ids, mask)
+        if reference.target_ids is None:
+            found = self.model.hidden_states(reference.source_ids, mask)
         else:
-            found = self.model(golden.source_ids, mask, golden.target_ids).log_softmax(-1)
-            if golden.hidden_states is not None:
-                states = self.model.hidden_states(golden.source_ids, mask)
-                errors = _errors(states, golden.hidden_states, golden.source_mask)
-                encoder_error = float(errors.max()) / float(golden.hidden_states[golden.source_mask].abs().max())
+            found = self.model(reference.source_ids, mask, reference.target_ids).log_softmax(-1)
+            if reference.hidden_states is not None:
+                states = self.model.hidden_states(reference.source_ids, mask)
+                errors = _errors(states, reference.hidden_states, reference.source_mask)
+                encoder_error = float(errors.max()) / float(reference.hidden_states[reference.source_mask].abs().max())
         errors = _errors(found, self.expected, self.keep)
         row, position = divmod(int(errors.argmax()), errors.shape[1])
         return Comparison(

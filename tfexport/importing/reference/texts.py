@@ -16,7 +16,7 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class RecordedTexts:
     """Sample texts, and the user's own code around the model.
 
     Attributes:
@@ -41,7 +41,7 @@ class Texts:
 
 
 def record_texts(
-    model: nn.Module, forward: Callable[..., Tensor], texts: Texts, source_vocab: int, target_vocab: int | None
+    model: nn.Module, forward: Callable[..., Tensor], texts: RecordedTexts, source_vocab: int, target_vocab: int | None
 ) -> TextConfig:
     """Run every sample through the user's code and the model, with greedy decoding.
 
@@ -56,21 +56,21 @@ def record_texts(
         problems += [
             f"{name} is missing; a model with a decoder needs it" for name, given in needed.items() if given is None
         ]
-    raise_all(CheckpointError, "golden: texts", problems)
+    raise_all(CheckpointError, "reference outputs: texts", problems)
     samples = []
     for number, text in enumerate(texts.samples, 1):
         try:
             samples.append(_record_text(model, forward, texts, text, source_vocab, target_vocab))
         except Exception as error:  # noqa: BLE001 - the user's own code
             problems.append(f"text {number}: {type(error).__name__}: {error}")
-    raise_all(CheckpointError, "golden: texts", problems)
+    raise_all(CheckpointError, "reference outputs: texts", problems)
     return TextConfig(target_prefix=_ids(texts.target_prefix), samples=tuple(samples))
 
 
 def _record_text(
     model: nn.Module,
     forward: Callable[..., Tensor],
-    texts: Texts,
+    texts: RecordedTexts,
     text: str,
     source_vocab: int,
     target_vocab: int | None,

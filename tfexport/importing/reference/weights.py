@@ -94,27 +94,27 @@ def joint_sum(sums: Mapping[str, str], names: Collection[str]) -> str:
 
 
 def check_weights(
-    recorded: Mapping[str, str], tensors: Mapping[str, Tensor], names: Collection[str], golden: str, checkpoint: str
+    recorded: Mapping[str, str], tensors: Mapping[str, Tensor], names: Collection[str], reference: str, checkpoint: str
 ) -> str:
     """Compare the weights of a checkpoint with those of the reference outputs.
 
-    `recorded` is empty for files of older versions. `golden` and `checkpoint` are file names for messages. The function
-    returns a note if no weights could be compared, otherwise an empty string.
+    `recorded` is empty for files of older versions. `reference` and `checkpoint` are file names for messages.
+    Returns a note if no weights could be compared, otherwise an empty string.
 
     Raises:
         CheckpointError: The weights differ.
     """
     both = [name for name in dict.fromkeys(names) if name in recorded]
     if not both:
-        return f"{golden}: has no sums of this checkpoint's weights, as older goldens; they were not compared"
+        return f"{reference}: was written by an older version without checksums of the weights; they were not compared"
     found = tensor_sums({name: tensors[name] for name in both})
     others = [name for name in both if found[name] != recorded[name]]
     if others:
         raise CheckpointError(
-            f"{golden}: was recorded with other weights (sha256 {joint_sum(recorded, both)}) than {checkpoint} has "
+            f"{reference}: was recorded with other weights (sha256 {joint_sum(recorded, both)}) than {checkpoint} has "
             f"(sha256 {joint_sum(found, both)}): {len(others)} of {len(both)} tensors differ, {others[0][:120]} first; "
-            "record a golden with this checkpoint loaded, or give the layout.yaml of the import that this one has "
-            "proven as --layout, without --golden"
+            "record reference outputs with this checkpoint loaded, or give the layout.yaml of the proven import as "
+            "--layout, without --reference"
         )
     return ""
 
@@ -145,8 +145,10 @@ def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes:
         elif is_position_table(state[name]):
             tables.append(name)
             found[name] = state[name]
-    notes += [f"tied to {other} as in the golden, not stored: {', '.join(names)}" for other, names in tied.items()]
-    notes += [f"taken from the golden, not stored: {', '.join(tables)}"] if tables else []
+    notes += [
+        f"tied to {other} as in the reference outputs, not stored: {', '.join(names)}" for other, names in tied.items()
+    ]
+    notes += [f"taken from the reference outputs, not stored: {', '.join(tables)}"] if tables else []
     return found
 
 

@@ -1,4 +1,4 @@
-"""Goldens: what is recorded is what the original computes, and a golden that cannot prove anything is refused."""
+"""Goldens: what is recorded is what the original computes, and a reference that cannot prove anything is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tfexport.contract import TokenIds
 from tfexport.errors import CheckpointError, ParityError
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.reference.compare import compare, tolerance
-from tfexport.importing.reference.golden import Golden, read_golden, record
+from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference, record_reference
 from tfexport.importing.reference.weights import randomise, tensor_sums
 from tfexport.nn.positions import sinusoid_table
 
@@ -36,14 +36,14 @@ def call(model: nn.Module, *inputs: Tensor) -> Tensor:
     return model(*inputs)
 
 
-def recorded(model: nn.Module, path: Path, **options: Any) -> Golden:
+def recorded(model: nn.Module, path: Path, **options: Any) -> ReferenceOutputs:
     options = {"source_vocab": SOURCE, "target_vocab": TARGET, "heads": HEADS, **options}
-    return record(model, options.pop("forward", call), path, **options)
+    return record_reference(model, options.pop("forward", call), path, **options)
 
 
 @pytest.fixture(scope="module")
-def golden_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("golden") / "one.safetensors"
+def reference_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reference") / "one.safetensors"
     torch.manual_seed(0)
     recorded(NumberedBlocks(), path)
     return path
@@ -75,10 +75,10 @@ def test_a_recorded_model_is_its_canonical_twin(tmp_path: Path) -> None:
     before = copy.deepcopy(model.state_dict())
     recorded(model, tmp_path / "g", encode=encoded)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    golden = read_golden(tmp_path / "g")
-    assert golden.baseline < 1e-13
-    assert golden.with_real_weights() is not None
-    for state, stage in ((golden.state, golden), (before, golden.with_real_weights())):
+    reference = read_reference(tmp_path / "g")
+    assert reference.baseline < 1e-13
+    assert reference.with_real_weights() is not None
+    for state, stage in ((reference.state, reference), (before, reference.with_real_weights())):
         model.load_state_dict(state)
         twin = canonical_from_torch(
             model.body, model.source, model.target, model.out, model.table, TokenIds(pad=0, start=1, eos=2)
@@ -94,19 +94,19 @@ def encoded(model: Any, ids: Tensor, keep: Tensor) -> Tensor:
     return model.body.encoder(x, src_key_padding_mask=~keep)
 
 
-def test_the_batch_shows_masks_and_positions(golden_file: Path) -> None:
-    golden = read_golden(golden_file)
-    assert golden.target_ids is not None
-    assert golden.target_mask is not None
-    assert golden.source_mask.sum(1).tolist() == [9, 5, 1]
-    assert golden.target_mask.sum(1).tolist() == [7, 4, 1]
-    assert bool((golden.source_ids[~golden.source_mask] == 0).all())
-    assert bool((golden.source_ids[golden.source_mask] != 0).all())
+def test_the_batch_shows_masks_and_positions(reference_file: Path) -> None:
+    reference = read_reference(reference_file)
+    assert reference.target_ids is not None
+    assert reference.target_mask is not None
+    assert reference.source_mask.sum(1).tolist() == [9, 5, 1]
+    assert reference.target_mask.sum(1).tolist() == [7, 4, 1]
+    assert bool((reference.source_ids[~reference.source_mask] == 0).all())
+    assert bool((reference.source_ids[reference.source_mask] != 0).all())
 
 
-def test_every_parameter_is_random_and_every_table_stays(golden_file: Path) -> None:
+def test_every_parameter_is_random_and_every_table_stays(reference_file: Path) -> None:
     torch.manual_seed(0)
-    state, original = read_golden(golden_file).state, NumberedBlocks().state_dict()
+    state, original = read_reference(reference_file).state, NumberedBlocks().state_dict()
     assert state.keys() == original.keys()
     for name, value in state.items():
         assert torch.equal(value, original[name]) is (name == "positions"), name
@@ -115,15 +115,17 @@ def test_every_parameter_is_random_and_every_table_stays(golden_file: Path) -> N
 
 def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
     model = Mixed()
-    golden = recorded(model, tmp_path / "g", source_vocab=TARGET, forward=lambda m, *inputs: m(*inputs).log_softmax(-1))
-    model.load_state_dict(golden.state)
+    reference = recorded(
+        model, tmp_path / "g", source_vocab=TARGET, forward=lambda m, *inputs: m(*inputs).log_softmax(-1)
+    )
+    model.load_state_dict(reference.state)
 
 
 def test_an_encoder_alone(tmp_path: Path) -> None:
     recorded(EncoderAlone(), tmp_path / "g", target_vocab=None)
-    golden = read_golden(tmp_path / "g")
-    assert golden.logits is None
-    assert golden.hidden_states is not None
+    reference = read_reference(tmp_path / "g")
+    assert reference.logits is None
+    assert reference.hidden_states is not None
 
 
 def test_arithmetic_in_float32_is_measured(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_arithmetic_in_float32_is_measured(tmp_path: Path) -> None:
 
     baseline = recorded(Rounds(), tmp_path / "g").baseline
     assert 1e-9 < baseline < 1e-6
-    assert tolerance(read_golden(tmp_path / "g")) == pytest.approx(20 * baseline)
+    assert tolerance(read_reference(tmp_path / "g")) == pytest.approx(20 * baseline)
 
 
 PARTS = {"source_vocab": parts.TARGET, "target_vocab": parts.TARGET}
@@ -142,11 +144,11 @@ PARTS = {"source_vocab": parts.TARGET, "target_vocab": parts.TARGET}
 def test_a_first_id_that_changes_nothing_is_recorded_as_padding(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for model, starts in ((Tunz(), True), (NumberedBlocks(), False)):
-        golden = recorded(model, tmp_path / str(starts), **(PARTS if starts else {}), pad_target=1)
-        assert golden.target_ids is not None
-        assert golden.target_mask is not None
-        assert (golden.target_ids[:, 0] == 1).tolist() == [starts] * 3
-        assert 1 not in golden.target_ids[:, 1:][golden.target_mask[:, 1:]].tolist()
+        reference = recorded(model, tmp_path / str(starts), **(PARTS if starts else {}), pad_target=1)
+        assert reference.target_ids is not None
+        assert reference.target_mask is not None
+        assert (reference.target_ids[:, 0] == 1).tolist() == [starts] * 3
+        assert 1 not in reference.target_ids[:, 1:][reference.target_mask[:, 1:]].tolist()
 
 
 def test_tables_outside_of_the_state_dict_are_kept(tmp_path: Path) -> None:
@@ -156,9 +158,9 @@ def test_tables_outside_of_the_state_dict_are_kept(tmp_path: Path) -> None:
             del self.table
             self.table = sinusoid_table(16, D)
 
-    golden = recorded(Hidden(), tmp_path / "g")
-    assert "table" not in golden.state
-    assert torch.equal(read_golden(tmp_path / "g").attributes["table"], sinusoid_table(16, D))
+    reference = recorded(Hidden(), tmp_path / "g")
+    assert "table" not in reference.state
+    assert torch.equal(read_reference(tmp_path / "g").attributes["table"], sinusoid_table(16, D))
 
 
 def last_swapped(model: nn.Module, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
@@ -182,11 +184,11 @@ def test_an_original_that_proves_nothing_is_refused(forward: Callable[..., Any],
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_replaced(golden_file: Path) -> None:
-    before = golden_file.read_bytes()
-    with pytest.raises(CheckpointError, match="exists; remove it"):
-        recorded(NumberedBlocks(), golden_file)
-    assert golden_file.read_bytes() == before
+def test_nothing_is_replaced(reference_file: Path) -> None:
+    before = reference_file.read_bytes()
+    with pytest.raises(CheckpointError, match="exists; use force=True"):
+        recorded(NumberedBlocks(), reference_file)
+    assert reference_file.read_bytes() == before
 
 
 def test_a_model_that_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
@@ -210,39 +212,39 @@ CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 }
 
 
-def test_a_golden_with_the_former_names_of_masks_is_read(tmp_path: Path) -> None:
+def test_a_reference_with_the_former_names_of_masks_is_read(tmp_path: Path) -> None:
     """As they were recorded before the masks had their names of everywhere else; both at once are refused."""
     recorded(NumberedBlocks(), tmp_path / "g")
-    golden, tensors = read_golden(tmp_path / "g"), load_file(tmp_path / "g")
+    reference, tensors = read_reference(tmp_path / "g"), load_file(tmp_path / "g")
     with safe_open(tmp_path / "g", "pt") as file:
         metadata = {name: value for name, value in file.metadata().items() if name != "sha256"}
     former = {name: tensors[name.replace("_keep", "_mask")].clone() for name in ("source_keep", "target_keep")}
     others = {name: tensor for name, tensor in tensors.items() if name not in ("source_mask", "target_mask")}
     save_file(others | former, tmp_path / "former", metadata)
-    again = read_golden(tmp_path / "former")
-    assert torch.equal(again.source_mask, golden.source_mask)
+    again = read_reference(tmp_path / "former")
+    assert torch.equal(again.source_mask, reference.source_mask)
     assert again.target_mask is not None
     save_file(tensors | former, tmp_path / "both", metadata)
     with pytest.raises(CheckpointError, match="tensor source_mask is there twice"):
-        read_golden(tmp_path / "both")
+        read_reference(tmp_path / "both")
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_a_damaged_golden_is_refused(name: str, golden_file: Path, tmp_path: Path) -> None:
+def test_a_damaged_reference_is_refused(name: str, reference_file: Path, tmp_path: Path) -> None:
     damage, message = CORRUPTIONS[name]
-    tensors = load_file(golden_file)
+    tensors = load_file(reference_file)
     damage(tensors)
     save_file(tensors, tmp_path / "g", metadata={"heads": "4"})
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_golden(tmp_path / "g")
+        read_reference(tmp_path / "g")
     assert str(tmp_path / "g") in str(caught.value)
 
 
-def test_a_golden_that_was_changed_anywhere_is_refused(golden_file: Path, tmp_path: Path) -> None:
+def test_a_reference_that_was_changed_anywhere_is_refused(reference_file: Path, tmp_path: Path) -> None:
     """Also where no number would show it: in rows of a table that the recorded batch is too short for."""
-    whole = golden_file.read_bytes()
-    golden = read_golden(golden_file)
-    tensors = {"state": golden.state["positions"], "logits": golden.logits, "real": golden.real["logits"]}
+    whole = reference_file.read_bytes()
+    reference = read_reference(reference_file)
+    tensors = {"state": reference.state["positions"], "logits": reference.logits, "real": reference.real["logits"]}
     path = tmp_path / "g"
     for name, tensor in tensors.items():
         assert tensor is not None
@@ -250,22 +252,22 @@ def test_a_golden_that_was_changed_anywhere_is_refused(golden_file: Path, tmp_pa
         place = whole.index(raw) + len(raw) - tensor.itemsize
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(CheckpointError, match=r"was changed since it was recorded \(its sum differs\)"):
-            read_golden(path)
+            read_reference(path)
         assert name
     path.write_bytes(whole.replace(b'"heads":"4"', b'"heads":"2"'))
     with pytest.raises(CheckpointError, match="its sum differs"):
-        read_golden(path)
+        read_reference(path)
 
 
-def test_a_golden_names_the_weights_of_the_model_itself(golden_file: Path) -> None:
+def test_a_reference_names_the_weights_of_the_model_itself(reference_file: Path) -> None:
     """And not of the random copy; whatever type holds them."""
     torch.manual_seed(0)
     state = NumberedBlocks().state_dict()
-    golden = read_golden(golden_file)
-    assert golden.weights == tensor_sums(state) != tensor_sums(golden.state)
-    assert tensor_sums({name: tensor.double() for name, tensor in state.items()}) == golden.weights
+    reference = read_reference(reference_file)
+    assert reference.weights == tensor_sums(state) != tensor_sums(reference.state)
+    assert tensor_sums({name: tensor.double() for name, tensor in state.items()}) == reference.weights
     turned = {name: tensor.T.contiguous() for name, tensor in state.items() if tensor.dim() == 2}
-    assert all(golden.weights[name] != found for name, found in tensor_sums(turned).items())
+    assert all(reference.weights[name] != found for name, found in tensor_sums(turned).items())
 
 
 @pytest.mark.parametrize(
@@ -278,13 +280,15 @@ def test_a_golden_names_the_weights_of_the_model_itself(golden_file: Path) -> No
         ({"compute_dtype": "float32"}, "expected float64"),
     ],
 )
-def test_wrong_metadata_is_refused(metadata: dict[str, str], message: str, golden_file: Path, tmp_path: Path) -> None:
-    save_file(load_file(golden_file), tmp_path / "g", metadata=metadata)
+def test_wrong_metadata_is_refused(
+    metadata: dict[str, str], message: str, reference_file: Path, tmp_path: Path
+) -> None:
+    save_file(load_file(reference_file), tmp_path / "g", metadata=metadata)
     with pytest.raises(CheckpointError, match=message):
-        read_golden(tmp_path / "g")
+        read_reference(tmp_path / "g")
 
 
-def test_a_file_that_is_no_golden_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_reference_is_refused(tmp_path: Path) -> None:
     (tmp_path / "g").write_bytes(b"PK\x03\x04" * 99)
     for path, message in (
         (tmp_path / "g", "no safetensors file"),
@@ -292,14 +296,14 @@ def test_a_file_that_is_no_golden_is_refused(tmp_path: Path) -> None:
         (tmp_path, "not a plain file"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            read_golden(path)
+            read_reference(path)
 
 
-def test_nan_behind_the_padding_is_taken(golden_file: Path, tmp_path: Path) -> None:
-    tensors = load_file(golden_file)
+def test_nan_behind_the_padding_is_taken(reference_file: Path, tmp_path: Path) -> None:
+    tensors = load_file(reference_file)
     tensors["logits"][~tensors["target_mask"]] = math.nan
     save_file(tensors, tmp_path / "g")
-    assert read_golden(tmp_path / "g").logits is not None
+    assert read_reference(tmp_path / "g").logits is not None
 
 
 def test_equal_biases_are_random_and_constants_stay() -> None:
@@ -316,26 +320,26 @@ def test_equal_biases_are_random_and_constants_stay() -> None:
 
 
 def test_the_worst_place_is_named() -> None:
-    canonical, golden = made(tiny.config())
-    assert golden.logits is not None
-    golden.logits[1, 3, 5] += 1.0
-    found = compare(canonical, golden)
+    canonical, reference = made(tiny.config())
+    assert reference.logits is not None
+    reference.logits[1, 3, 5] += 1.0
+    found = compare(canonical, reference)
     assert (found.row, found.position) == (1, 3)
     assert found.stage(1e-9) == "encoder or decoder"
     assert not found.passed(1e-3)
 
 
-def test_a_golden_of_another_model_is_refused() -> None:
-    canonical, golden = made(tiny.config())
-    larger = Golden(
-        source_ids=golden.source_ids + 40,
-        source_mask=golden.source_mask,
-        target_ids=golden.target_ids,
-        target_mask=golden.target_mask,
+def test_a_reference_of_another_model_is_refused() -> None:
+    canonical, reference = made(tiny.config())
+    larger = ReferenceOutputs(
+        source_ids=reference.source_ids + 40,
+        source_mask=reference.source_mask,
+        target_ids=reference.target_ids,
+        target_mask=reference.target_mask,
         logits=torch.zeros(3, 7, 99, dtype=torch.float64),
     )
     with pytest.raises(
         ParityError, match=r"source id \d+ is not below the vocabulary 31; logits have width 99"
     ) as caught:
         compare(canonical, larger)
-    assert "is it a golden of this model?" in str(caught.value)
+    assert "were they recorded from this model?" in str(caught.value)

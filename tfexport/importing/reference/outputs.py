@@ -1,0 +1,489 @@
+"""Record and read reference outputs of the original model.
+
+The original runs in float64 on a batch that reveals mistakes of an import. A safetensors file stores the tensors of
+`ReferenceOutputs` by name; those of mappings have the prefixes `state.`, `attribute.` and `real.`. Its metadata has the
+recorded texts (`text`) and checksums of weights (`weights`) as JSON, and the checksum of the contents (`sha256`).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tfexport._io.atomic import whole_file
+from tfexport._io.strict_json import parse_json, plain_problem
+from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
+from tfexport.importing._files import FileSum, snapshot, tensor_problems
+from tfexport.importing.reference.texts import RecordedTexts, record_texts
+from tfexport.importing.reference.weights import randomise, tensor_sums
+from tfexport.text.config import TextConfig
+
+STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
+_INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
+# Former names, which are still accepted.
+_FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}
+# Limit of inputs and outputs, without the state dict.
+_MAX_BYTES = 1024**3
+# Largest difference that float32 inside the original may cause between runs that should be equal.
+_CAUSAL = 1e-4
+_NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceOutputs:
+    """Inputs and float64 outputs of an original model.
+
+    Attributes:
+        source_ids: int64 [batch, source_len], padded on the right.
+        source_mask: bool [batch, source_len], True = token.
+        target_ids: int64 [batch, target_len], padded on the right; None for an encoder-only model.
+        target_mask: bool [batch, target_len], True = token; None for an encoder-only model.
+        logits: float64 [batch, target_len, vocab]; or log-probabilities.
+        hidden_states: float64 [batch, source_len, d_model], states of the encoder.
+        baseline: relative error of the original's own outputs, if it computes parts in float32.
+        state: state dict that computed the outputs.
+        attributes: tensors that the original keeps outside of the state dict, by name.
+        real: the same outputs with the weights of the checkpoint.
+        weights: `tensor_sum` of the model's own tensors, by name; empty for files of older versions.
+        file: size and checksum of the file that was read.
+    """
+
+    source_ids: Tensor
+    source_mask: Tensor
+    target_ids: Tensor | None = None
+    target_mask: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: Tensor | None = None
+    heads: int | None = None
+    pad_source: int | None = None
+    pad_target: int | None = None
+    baseline: float = 0.0
+    state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    attributes: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    real: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    text: TextConfig | None = None
+    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+    file: FileSum | None = None
+
+    def __post_init__(self) -> None:
+        raise_all(CheckpointError, "reference outputs", _problems(self))
+
+    def with_real_weights(self) -> ReferenceOutputs | None:
+        """Return the outputs of the checkpoint's own weights, or None if not recorded."""
+        if not self.real:
+            return None
+        results = {name: self.real.get(name) for name in _RESULTS}
+        return replace(self, **results, state={}, attributes={}, real={}, text=None, weights={}, file=None)  # type: ignore[arg-type]
+
+
+def read_reference(path: Path | str) -> ReferenceOutputs:
+    """Read a reference file that `record_reference` has written.
+
+    Tensors of the state dict keep the dtype of the file.
+
+    Raises:
+        CheckpointError: The file is not a regular file, or is damaged, modified or too large, or its tensors are
+            missing, unknown, unreadable, wrongly shaped, not finite or padded on the left. The message lists every
+            problem.
+    """
+    path = Path(path)
+    try:
+        if problem := plain_problem(path):
+            raise CheckpointError(f"{path}: {problem}; record one with tfexport.record_reference")
+        with snapshot(path) as (copy, file_sum), safe_open(copy, "pt") as file:
+            metadata = dict(file.metadata() or {})
+            names = list(file.keys())
+            _check_names(path, names, {name: file.get_slice(name) for name in names if not name.startswith(STATE)})
+            stored = {name: file.get_tensor(name) for name in names}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # also PyTorch errors about unsupported dtypes
+        raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
+    raise_all(CheckpointError, str(path), tensor_problems(stored, file_sum.bytes))
+    if metadata.pop("sha256", None) not in (None, _contents_sum(stored, metadata)):
+        raise CheckpointError(
+            f"{path}: was changed since it was recorded (its sum differs); copy it or record it again"
+        )
+    tensors = {_FORMER.get(name, name): tensor for name, tensor in stored.items()}
+    state, attributes, real = (
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for prefix in (STATE, ATTRIBUTE, REAL)
+    )
+    # The file format does not keep the order of the state dict.
+    order = metadata.get("state_order", "").split("\n")
+    given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
+    given |= _numbers(path, metadata)
+    try:
+        if "text" in metadata:
+            given["text"] = TextConfig.from_dict(_json(metadata, "text"), subject="text")
+        return ReferenceOutputs(
+            **given,
+            state={name: state[name] for name in order} if set(order) == set(state) else state,
+            attributes=attributes,
+            real=real,
+            weights=_weights(metadata),
+            file=file_sum,
+        )
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def record_reference(
+    model: nn.Module,
+    forward: Callable[..., Tensor],
+    path: Path | str,
+    *,
+    source_vocab: int,
+    target_vocab: int | None = None,
+    heads: int | None = None,
+    pad_source: int = 0,
+    pad_target: int = 0,
+    encode: Callable[..., Tensor] | None = None,
+    source_len: int = 9,
+    target_len: int = 7,
+    seed: int = 0,
+    texts: RecordedTexts | None = None,
+    force: bool = False,
+) -> ReferenceOutputs:
+    """Record the outputs of a model for `tfexport import --reference`.
+
+    Two copies of the model run in eval mode and float64 on three rows of uneven length. One copy has random parameters,
+    and its state dict is stored with its outputs. The other copy has the model's own weights.
+
+    Args:
+        model: original model; it is not modified.
+        forward: called as `forward(model, source_ids, source_mask, target_ids)` with int64 [batch, source_len], bool
+            [batch, source_len] (True = token) and int64 [batch, target_len], padded on the right. It makes the masks as
+            in training and returns logits or log-probabilities [batch, target_len, target_vocab]. `target_ids` are the
+            inputs of the decoder and begin with the start token. If the decoder starts from a vector instead of a
+            token, `forward` leaves the first id out, which is then recorded as `pad_target`. For an encoder-only model
+            it is called without `target_ids` and returns states [batch, source_len, d_model].
+        path: file to write.
+        source_vocab: number of source ids.
+        target_vocab: number of target ids; None for an encoder-only model.
+        heads: number of attention heads, which shapes do not show.
+        pad_source: padding id of sources; never drawn as a token.
+        pad_target: padding id of targets; never drawn as a token.
+        encode: called as `encode(model, source_ids, source_mask)`; returns the states of the encoder, [batch,
+            source_len, d_model]. With them, a failed import reports which side is wrong.
+        source_len: length of the longest source.
+        target_len: length of the longest target.
+        seed: seed of the ids and the random parameters.
+        texts: sample texts and your own code around the model. Without them, the tokenizer is not verified.
+        force: replace an existing file after the new one is complete.
+
+    Returns:
+        The recorded outputs, as `read_reference` reads them.
+
+    Raises:
+        CheckpointError: The file exists or cannot be written, the model cannot be copied, a text cannot be recorded, or
+            outputs have a wrong shape, are not finite, differ between runs or depend on later tokens.
+    """
+    path = Path(path)
+    if os.path.lexists(path) and not force:
+        raise CheckpointError(f"{path} exists; use force=True or choose another name")
+    generator = torch.Generator().manual_seed(seed)
+    source_ids, source_mask = _batch(source_vocab, source_len, pad_source, generator)
+    inputs = {"source_ids": source_ids, "source_mask": source_mask}
+    if target_vocab is not None:
+        inputs["target_ids"], inputs["target_mask"] = _batch(target_vocab, target_len, pad_target, generator)
+    original = _Original(forward, encode, inputs, target_vocab)
+    randomised = _copied(model)
+    randomise(randomised, generator)
+    state = {
+        name: value.detach().clone() for name, value in randomised.state_dict().items() if isinstance(value, Tensor)
+    }
+    attributes = _attributes(randomised, state)
+    _to_float64(randomised)
+    results = original.run(randomised)
+    original.check(randomised, results)
+    original.settle_start(randomised, results, pad_target)
+    own = _copied(model)
+    _to_float64(own)
+    reference = ReferenceOutputs(
+        **inputs,
+        **results,
+        heads=heads,
+        pad_source=pad_source,
+        pad_target=pad_target if target_vocab is not None else None,
+        baseline=original.baseline(randomised, results),
+        state=state,
+        attributes=attributes,
+        real=original.run(own),
+        text=None if texts is None else record_texts(own, forward, texts, source_vocab, target_vocab),
+        weights=tensor_sums(model.state_dict()),
+        file=None,
+    )
+    write_reference(reference, path)
+    return reference
+
+
+def write_reference(reference: ReferenceOutputs, path: Path) -> None:
+    """Write reference outputs; the file is complete or does not exist.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+        BundleError: Another process is writing the file.
+    """
+    tensors = {name: getattr(reference, name) for name in (*_INPUTS, *_RESULTS)}
+    for prefix, more in ((STATE, reference.state), (ATTRIBUTE, reference.attributes), (REAL, reference.real)):
+        tensors |= {prefix + name: tensor for name, tensor in more.items()}
+    # safetensors cannot store tensors that share memory.
+    stored = {name: x.detach().contiguous().clone() for name, x in tensors.items() if x is not None}
+    metadata = {name: str(value) for name in _NUMBERS if (value := getattr(reference, name)) is not None}
+    metadata |= {"state_order": "\n".join(reference.state)} if reference.state else {}
+    metadata |= {"text": json.dumps(reference.text.to_dict(), ensure_ascii=False)} if reference.text else {}
+    metadata |= {"weights": json.dumps(dict(reference.weights))} if reference.weights else {}
+    metadata |= {"compute_dtype": "float64"}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as draft:
+            save_file(stored, draft, metadata={**metadata, "sha256": _contents_sum(stored, metadata)})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+
+
+def _contents_sum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    listed = json.dumps([tensor_sums(tensors), dict(metadata)], sort_keys=True)
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Original:
+    forward: Callable[..., Tensor]
+    encode: Callable[..., Tensor] | None
+    inputs: Mapping[str, Tensor]
+    target_vocab: int | None
+
+    def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
+        source = (self.inputs["source_ids"], self.inputs["source_mask"])
+        with torch.no_grad():
+            if self.target_vocab is None:
+                return {"hidden_states": _checked(self.forward(model, *source), source[0], None)}
+            target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
+            results = {"logits": _checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
+            if self.encode is not None:
+                results["hidden_states"] = _checked(self.encode(model, *source), source[0], None)
+        return results
+
+    def check(self, model: nn.Module, results: Mapping[str, Tensor]) -> None:
+        again = self.run(model)
+        if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
+            raise CheckpointError(
+                "reference: two runs differ; switch off what is random, such as dropout in functional form"
+            )
+        if self.target_vocab is None or self.inputs["target_ids"].shape[1] < 2:
+            return
+        later = self.run(model, self._changed(-1))["logits"][:1, :-1]
+        if float((later - results["logits"][:1, :-1]).abs().max()) > _CAUSAL:
+            raise CheckpointError(
+                "reference: the outputs of earlier positions change with the last target token; "
+                "give the decoder its causal mask in your forward"
+            )
+
+    def settle_start(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
+        # If the first id changes nothing, the decoder starts without a token.
+        if self.target_vocab is None:
+            return
+        keep = self.inputs["target_mask"]
+        if torch.equal(self.run(model, self._changed(0))["logits"][keep], results["logits"][keep]):
+            self.inputs["target_ids"][:, 0] = pad
+
+    def _changed(self, position: int) -> Tensor:
+        assert self.target_vocab is not None
+        ids = self.inputs["target_ids"].clone()
+        ids[:, position] = (ids[:, position] + 1) % self.target_vocab
+        return ids
+
+    def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
+        """Estimate the error that float32 inside the original leaves in its outputs.
+
+        The weights change by a billionth, and by twice as much. Float64 outputs deviate from a line by the square of
+        that, but float32 rounding makes them jump by its own precision.
+        """
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def moved(moves: list[Tensor], steps: int) -> dict[str, Tensor]:
+            with torch.no_grad():
+                for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
+                    parameter.copy_(origin + steps * move)
+            return self.run(model)
+
+        worst = 0.0
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            moves = [1e-9 * torch.randn(p.shape, generator=generator, dtype=torch.float64) * p for p in start]
+            once, twice = moved(moves, 1), moved(moves, 2)
+            for name, result in results.items():
+                keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
+                bend = (twice[name] - 2 * once[name] + result)[keep].abs().max()
+                worst = max(worst, float(bend / result[keep].abs().max()))
+        with torch.no_grad():
+            for parameter, origin in zip(model.parameters(), start, strict=True):
+                parameter.copy_(origin)
+        return worst
+
+
+def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
+    shape = list(result.shape) if isinstance(result, Tensor) else []
+    if not isinstance(result, Tensor) or shape[:-1] != list(ids.shape) or width not in (None, shape[-1]):
+        got, expected = shape or type(result).__name__, [*ids.shape, "d_model" if width is None else width]
+        raise CheckpointError(
+            f"reference: the original returned {got}, expected {expected}; reshape it in your forward"
+        )
+    return result.detach().double().cpu().clone()
+
+
+def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw three rows: the longest, one of about half its length, and a single token.
+
+    Attention over a single token returns that token. The outputs of that row do not depend on heads, scales, queries
+    and keys, so a search decides everything else first.
+    """
+    if vocab < 3 or length < 2 or not 0 <= pad < vocab:
+        raise CheckpointError(
+            f"reference: vocabulary {vocab}, length {length} and padding {pad}; expected a vocabulary of 3 or more, "
+            "a length of 2 or more and an id of the vocabulary"
+        )
+    lengths = torch.tensor([length, length // 2 + 1, 1])
+    keep = torch.arange(length)[None] < lengths[:, None]
+    ids = torch.randint(0, vocab - 1, (3, length), generator=generator)
+    ids += ids >= pad
+    return torch.where(keep, ids, pad), keep
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model).cpu().eval()
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"reference: the model cannot be copied ({error}); build a second one and load the state dict into it"
+        ) from error
+
+
+def _attributes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found[f"{prefix}.{name}".removeprefix(".")] = value
+    return {
+        name: value.detach().cpu().clone()
+        for name, value in found.items()
+        if name not in state and value.is_floating_point() and value.dim() >= 2
+    }
+
+
+def _to_float64(model: nn.Module) -> None:
+    model.double()
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(module, name, value.double().cpu())
+
+
+def _weights(metadata: Mapping[str, str]) -> dict[str, str]:
+    found = _json(metadata, "weights") if "weights" in metadata else {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"weights is {shortened(found)}, expected sums by name; record it again")
+    return found
+
+
+def _json(metadata: Mapping[str, str], key: str) -> Any:
+    try:
+        return parse_json(metadata[key].encode())
+    except ValueError as error:
+        raise CheckpointError(f"{key} is not JSON ({error}); record it again") from error
+
+
+def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
+    known = {*_INPUTS, *_RESULTS, *(REAL + name for name in _RESULTS), *_FORMER}
+    inputs = [_FORMER.get(name, name) for name in names]
+    problems = [
+        f"unknown tensor {shortened(name)}"
+        for name in names
+        if name not in known and not name.startswith((STATE, ATTRIBUTE))
+    ]
+    problems += [f"missing tensor {name}" for name in ("source_ids", "source_mask") if name not in inputs]
+    problems += [f"tensor {name} is there twice, under a former name too" for name in _INPUTS if inputs.count(name) > 1]
+    size = sum(8 * torch.Size(part.get_shape()).numel() for part in slices.values())
+    if size > _MAX_BYTES:
+        problems.append(f"inputs and outputs take {size} bytes, the limit is {_MAX_BYTES}; record fewer, shorter rows")
+    raise_all(CheckpointError, str(path), problems)
+
+
+def _numbers(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    problems = []
+    for name, kind in _NUMBERS.items():
+        if name in metadata:
+            try:
+                found[name] = kind(metadata[name])
+            except ValueError:
+                problems.append(f"{name} is {shortened(metadata[name])}, expected a number")
+    if metadata.get("compute_dtype", "float64") != "float64":
+        problems.append(f"compute_dtype is {shortened(metadata['compute_dtype'])}, expected float64")
+    raise_all(CheckpointError, str(path), problems)
+    return found
+
+
+def _problems(reference: ReferenceOutputs) -> list[str]:
+    problems = [
+        *_side_problems("source", reference.source_ids, reference.source_mask, reference.pad_source),
+        *_side_problems("target", reference.target_ids, reference.target_mask, reference.pad_target),
+    ]
+    if (reference.target_ids is None) != (reference.logits is None):
+        problems.append("target_ids and logits need each other; record both, or neither for an encoder alone")
+    if reference.logits is None and reference.hidden_states is None:
+        problems.append("there are neither logits nor hidden_states")
+    if reference.heads is not None and reference.heads < 1:
+        problems.append(f"heads is {reference.heads}, expected 1 or more")
+    if not 0 <= reference.baseline < 1e-3:  # NaN too
+        problems.append(f"baseline is {reference.baseline}, expected 0 to 1e-3; above it nothing could be told apart")
+    if not problems:
+        for results in ({name: getattr(reference, name) for name in _RESULTS}, reference.real):
+            problems += _result_problems(reference, results)
+    return problems
+
+
+def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int | None) -> list[str]:
+    if ids is None or keep is None:
+        return [] if ids is keep else [f"{side}_ids and {side}_mask need each other"]
+    if ids.dtype != torch.int64 or keep.dtype != torch.bool or ids.dim() != 2 or ids.shape != keep.shape:
+        got = f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}"
+        return [f"{got}, expected int64 and bool of one shape [batch, {side}_len]"]
+    if not ids.numel():
+        return [f"{side}_ids is empty"]
+    problems = [f"{side}_ids has negative ids"] if int(ids.min()) < 0 else []
+    if pad is not None and pad < 0:
+        problems.append(f"pad_{side} is {pad}, expected 0 or more")
+    if not bool(keep[:, 0].all()) or bool((keep[:, 1:] & ~keep[:, :-1]).any()):
+        problems.append(f"{side}_mask is not tokens and then padding; pad on the right, at least one token a row")
+    return problems
+
+
+def _result_problems(reference: ReferenceOutputs, results: Mapping[str, Tensor | None]) -> list[str]:
+    problems = []
+    for name, result in results.items():
+        keep = reference.source_mask if name == "hidden_states" else reference.target_mask
+        if result is None or keep is None:
+            continue
+        if result.dtype != torch.float64 or result.dim() != 3 or result.shape[:2] != keep.shape:
+            expected = f"torch.float64 [{keep.shape[0]}, {keep.shape[1]}, …]"
+            problems.append(f"{name} is {result.dtype} {list(result.shape)}, expected {expected}")
+        elif not bool(result[keep].isfinite().all()):
+            problems.append(f"{name} holds NaN or infinity where there is no padding; the original itself fails there")
+    return problems
