@@ -55,7 +55,7 @@ def is_one_of(value: object, allowed: Iterable[str | None]) -> bool:
 def check_call(
     subject: str, *, batch_size: object = 1, on_progress: object = None, cancel: object = None, **flags: object
 ) -> None:
-    """Check arguments that many calls have; `flags` must be bools. Raises an InputError that lists every wrong one."""
+    """Check arguments that many calls have, or raise `InputError` with all problems."""
     problems = []
     if not (is_whole(batch_size) and batch_size >= 1):
         problems.append(f"batch_size is {shortened(batch_size)}, expected 1 or more")

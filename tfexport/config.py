@@ -51,7 +51,10 @@ class Lt(Bound):
 
 @dataclass(frozen=True)
 class Match:
-    """A pattern that a text, or each text of a list, must match completely; errors contain `expected`."""
+    """A pattern that a text, or each text of a list, must match completely.
+
+    `expected` describes the pattern in errors.
+    """
 
     pattern: str
     expected: str
@@ -89,7 +92,10 @@ class Setting:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Config:
-    """Base class of configurations; subclasses become frozen dataclasses. Errors begin with `subject`."""
+    """Base class of configurations; subclasses become frozen dataclasses.
+
+    Errors begin with `subject`.
+    """
 
     _subject: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -118,7 +124,7 @@ class Config:
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Convert an object of an earlier version; raise a ConfigError if it is not supported any more."""
+        """Convert an object of an earlier version, or raise `ConfigError`."""
         return data
 
     @classmethod

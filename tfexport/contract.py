@@ -140,7 +140,7 @@ class AlignmentHeads(Config, subject="alignment"):
             yield f"heads is {', '.join(map(str, self.heads))}, expected numbers from 0, once each"
 
     def within(self, spec: ModelSpec) -> Self:
-        """Resolve a negative layer and empty heads; raise a ConfigError if the model does not have them."""
+        """Resolve a negative layer and empty heads, or raise `ConfigError`."""
         problems = []
         if not spec.has_decoder:
             problems.append("an encoder alone has no attention to a source; leave alignment out")
@@ -288,7 +288,7 @@ def has_speculation(decoder: GraphSpec) -> bool:
 
 
 def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> GraphSpec:
-    """Return the contract of a bundle's graph by name; `speculation` applies only to the contrib decoder."""
+    """Return the contract of a bundle's graph by name."""
     for form, decoder in DECODER.items():
         if name == decoder:
             return decoder_graph(spec, form, speculation=speculation and form == "contrib")

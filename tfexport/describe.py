@@ -227,7 +227,7 @@ def _tokenizers(bundle: Bundle) -> dict[str, Any]:
 
 
 def _read_tokenizer(path: Path) -> tuple[str | None, dict[int, str]]:
-    """Return the kind of model and the tokens of a tokenizer.json, without the library `tokenizers`.
+    """Return the kind of model and the tokens of a tokenizer.json.
 
     An invalid file has no tokens.
     """

@@ -204,9 +204,10 @@ def raise_all(
     remedy: str = "",
     indices: Iterable[int] = (),
 ) -> None:
-    """Raise one error that lists every problem, each "what, got, expected, remedy"; do nothing if there are none.
+    """Raise one error that lists every problem; do nothing if there are none.
 
-    `remedy` is for all problems, if they do not contain their own. `indices` may repeat an input with several problems.
+    A problem states what is wrong, the value, what is expected and how to fix it; `remedy` is for problems without
+    their own. `indices` may repeat an input that has several problems.
     """
     if problems:
         raise error(*problems, subject=subject, remedy=remedy, indices=indices)

@@ -127,7 +127,7 @@ def seal(data: dict[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
-    """Read an object that `seal` wrote; `read` builds the value from the object without its hash.
+    """Read an object that `seal` wrote; `read` receives it without its hash.
 
     Raises:
         BundleError: it is not JSON, was changed or was made by a version newer than `format_version`; lists every wrong

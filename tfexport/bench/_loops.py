@@ -66,7 +66,7 @@ def _doubles() -> array[float]:
 
 @dataclass
 class Samples:
-    """The measurements of one cell in one process; arrays have one entry per request unless stated otherwise.
+    """Measurements of one cell in one process; arrays have an entry per request.
 
     Attributes:
         first_token_s: time from the call, or from the scheduled arrival, to the first token.
@@ -132,7 +132,7 @@ class Samples:
 
 
 class TimedSession:
-    """Wrap a session and record the seconds of every call since `restart`; not thread-safe.
+    """Record the seconds of every call of a session since `restart`.
 
     Attributes:
         encode_s: time to add sources, which includes encoding and prefill.
@@ -290,7 +290,7 @@ def poisson(rate: float, seconds: float, seed: int) -> array[float]:
 
 
 async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[float]) -> Samples:
-    """Send requests on a schedule, without waiting for earlier answers; repeat the sources.
+    """Send requests on a schedule, without waiting for earlier answers.
 
     All times count from the scheduled arrival, so they include every wait. The run is cancelled if it takes twice the
     length of the schedule and 10 seconds more. The windows are median latencies of equal numbers of arrivals.

@@ -25,7 +25,7 @@ _UNSEEN = "not seen from outside the server"
 def build_result(
     config: BenchConfig, found: Sequence[dict[str, Any]], about: dict[str, Any], parity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build a report from a resolved configuration and the result of `measure` in each process.
+    """Build a report from a configuration and what `measure` returned.
 
     `about` has the `bundle`, `input` and `environment` of the report. Its `metrics` are those of the processes and of
     the cell with the highest token throughput.

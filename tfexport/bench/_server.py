@@ -139,7 +139,7 @@ class HttpCaller:
         return Answer(arrived[0] if self._streams else None, now(), length, len(ids))
 
     async def ids(self, source: Source, on_data: Callable[[], None] = lambda: None) -> list[int]:
-        """Return the token ids of the best answer; raise ServingError if the server is busy or the stream fails."""
+        """Return the token ids of the best answer, or raise `ServingError`."""
         key = "text_input" if isinstance(source, str) else "input_ids"
         data = {key: source, "parameters": self._parameters}
         status, body = await exchange(self._client, "POST", self._path, data, on_data)
@@ -233,7 +233,7 @@ async def _measure_engine(
 async def measure_url(
     bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> dict[str, Any]:
-    """Measure a running server, for `measure`; compare its first answers with the bundle if one is given."""
+    """Measure a running server; compare its first answers with a bundle, if given."""
     assert config.url
     (cell,), compared = config.cells, 0
     async with http_client(config.url, _token(config.token_file)) as client:

@@ -40,7 +40,7 @@ _CONDITION = re.compile(r"([a-z_]{1,64})(?:\.(value|avg|min|max|p50|p90|p95|p99)
 
 @dataclass(frozen=True)
 class Condition:
-    """A change in percent that fails the comparison, such as output_token_throughput<-5%.
+    """A change that fails a comparison, such as output_token_throughput<-5%.
 
     An empty `column` selects the value of a metric, or its p50 if it has no value.
     """

@@ -1,4 +1,4 @@
-"""The command line; each command makes one call into the library and prints the result."""
+"""Define the command line; each command makes one call into the library."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Commands(click.Group):
 
 
 def _tell(line: str) -> None:
-    """Write a line to standard error; if that fails, only the exit code reports the error."""
+    """Write a line to standard error, or do nothing if that fails."""
     with contextlib.suppress(OSError):
         click.echo(line, err=True)
 
@@ -81,13 +81,13 @@ def _with_notes(what: str, error: BaseException) -> str:
 
 
 def _was_printing(error: OSError) -> bool:
-    """Return whether click raised it from printing, as it does without a buffer (PYTHONUNBUFFERED)."""
+    """Return whether click raised the error while printing without a buffer."""
     frames = traceback.walk_tb(error.__traceback__)
     return [frame.f_globals.get("__name__") for frame, _ in frames][-1] == "click.utils"
 
 
 def _stdout_fails() -> bool:
-    """Return whether standard output cannot be written; unwritten data is still in its buffer."""
+    """Return whether buffered data cannot be written to standard output."""
     try:
         sys.stdout.flush()
     except OSError:

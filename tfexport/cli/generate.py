@@ -117,7 +117,7 @@ def _plain_inputs(run: TextRun, *, has_columns: bool) -> list[str]:
 
 
 def _generate_in_bulk(model: Model, source: str, output: str, config: BulkConfig, options: dict[str, Any]) -> None:
-    """Generate for a file, with progress on standard error; exit with 3 if rows have errors."""
+    """Generate for a file; exit with 3 if rows have errors."""
     from tfexport.bulk.run import generate_file
 
     with _note_on_resuming(), _progress() as (report, on_progress):
@@ -136,7 +136,7 @@ def _generate_in_bulk(model: Model, source: str, output: str, config: BulkConfig
 
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Progress], None]]]:
-    """Show a line that changes on a terminal, and a new line every 30 seconds elsewhere."""
+    """Update one line on a terminal; elsewhere, print a line every 30 seconds."""
     is_terminal, shown_at = sys.stderr.isatty(), time.monotonic()
     is_line_open = False
 

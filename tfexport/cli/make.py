@@ -29,7 +29,7 @@ from tfexport.tensorrt.config import EngineConfig, Target
 
 
 def _current_name(option: str) -> str:
-    """Accept --golden, the former name of --reference."""
+    """Accept `--golden`, the former name of `--reference`."""
     return "reference" if option == "golden" else option
 
 
@@ -215,7 +215,10 @@ def triton(
     force: bool,
     **options: Any,
 ) -> None:
-    """Write a model repository for Triton Inference Server, with each BUNDLE under NAME or that of its directory."""
+    """Write a model repository of the BUNDLEs for Triton Inference Server.
+
+    A model is named NAME, or after the directory of its bundle.
+    """
     with says_whether_written(output):
         from tfexport.integrations.triton.repository import write_repository
 

@@ -128,7 +128,7 @@ def _grouped(command: F, group: str, names: Iterable[str], kind: Callable[..., A
 
 
 def loading_options(command: F) -> F:
-    """Add the options of `tfexport.load`; the command receives them as one dictionary, `loading`."""
+    """Add the options of `tfexport.load`, passed as the dictionary `loading`."""
     command = _grouped(command, "loading", _LOADING)
     for add in reversed(_LOADING.values()):
         command = add(command)
@@ -136,7 +136,7 @@ def loading_options(command: F) -> F:
 
 
 def config_options(config: type[Config], *fields: str, **changes: str | dict[str, Any]) -> Callable[[F], F]:
-    """Return a decorator that adds options with the type, default and help of a configuration's fields.
+    """Return a decorator that adds options for the fields of a configuration.
 
     Args:
         config: the configuration.
@@ -221,7 +221,7 @@ decode_options = config_options(
 
 
 def text_options(command: F) -> F:
-    """Add what commands that read texts and run a bundle have in common; they receive it as `run`."""
+    """Add the options of commands that run a bundle on texts, passed as `run`."""
     return _text_options(
         command,
         click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),

@@ -40,7 +40,7 @@ def check_streams() -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM, so that the block cleans up as on Ctrl-C; keep an existing handler."""
+    """Raise `Terminated` on SIGTERM, unless SIGTERM has a handler already."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -59,7 +59,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def says_whether_written(output: Path) -> Iterator[None]:
-    """On Ctrl-C and SIGTERM, add a note on whether the directory `output` was written before."""
+    """On Ctrl-C and SIGTERM, note whether the directory `output` was written."""
     before = _content(output)
     try:
         yield
@@ -73,7 +73,7 @@ def says_whether_written(output: Path) -> Iterator[None]:
 
 
 def _content(folder: Path) -> frozenset[tuple[str, int]]:
-    """Return names and inodes of visible entries of a folder; nothing if it cannot be read."""
+    """Return names and inodes of a folder's visible entries."""
     try:
         return frozenset((entry.name, entry.inode()) for entry in os.scandir(folder) if not entry.name.startswith("."))
     except OSError:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _opened(run: TextRun, count: int, label: str) -> Iterator[tuple[Model, Callable[[str], None], dict[str, Any]]]:
-    """Load the bundle; yield it, a function that writes a line, and arguments of a call with `count` texts."""
+    """Yield the loaded bundle, a writer of lines, and the arguments of a call."""
     from tfexport.model.load import load
 
     with (
@@ -34,10 +34,11 @@ def _opened(run: TextRun, count: int, label: str) -> Iterator[tuple[Model, Calla
 @click.option("--add-eos/--no-add-eos", default=True, help="Score the end token after each target too.")
 @json_option
 def score(run: TextRun, add_eos: bool, as_json: bool) -> None:
-    """Write how probable the target of each TEXT is for its source: the sum of log p of its tokens.
+    """Print the log-probability of the target of each TEXT, given its source.
 
-    A TEXT is a source and a target with a tab between them, or a JSON object with "input" and "text", such as
-    tfexport generate --json writes. Without TEXT and --input it reads standard input, one pair a line.
+    It is the sum over the target's tokens. A TEXT is a source and a target with a tab between them, or a JSON object
+    with "input" and "text", such as tfexport generate --json writes. Without TEXT and --input it reads standard input,
+    one pair a line.
     """
     from tfexport.cli._lines import split_pairs
 
@@ -55,11 +56,12 @@ def score(run: TextRun, add_eos: bool, as_json: bool) -> None:
 @text_options
 @json_option
 def align(run: TextRun, as_json: bool) -> None:
-    """Write which source token each target token of each TEXT was read from, as 0-0 1-2: source and target, from 0.
+    """Print the source token that each target token of each TEXT attends to.
 
-    A TEXT is a source and a target with a tab between them, or a JSON object with "input" and "text", such as
-    tfexport generate --json writes. Without TEXT and --input it reads standard input, one pair a line. With --json the
-    tokens and all weights are written. The bundle must have been exported with --alignment.
+    Pairs such as 0-0 1-2 are positions in source and target, from 0. A TEXT is a source and a target with a tab between
+    them, or a JSON object with "input" and "text", such as tfexport generate --json writes. Without TEXT and --input it
+    reads standard input, one pair a line. With --json the tokens and all weights are written. The bundle must have been
+    exported with --alignment.
     """
     from tfexport.cli._lines import split_pairs
 
@@ -79,7 +81,7 @@ def align(run: TextRun, as_json: bool) -> None:
 @click.option("--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How tokens become one vector.")
 @click.option("--normalize/--no-normalize", default=True, help="Scale every vector to length 1.")
 def embed(run: TextRun, pooling: Pooling, normalize: bool) -> None:
-    """Write the vector of each TEXT with an encoder-only bundle, one JSON object a line."""
+    """Print the embedding of each TEXT, one JSON object a line."""
     inputs = inputs_of(run.texts, run.source)
     with _opened(run, len(inputs), "embedding") as (model, write, call):
         vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=call["batch_size"])

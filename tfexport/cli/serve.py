@@ -31,9 +31,9 @@ def serve(
     access_log: bool,
     **options: Any,
 ) -> None:
-    """Serve each BUNDLE over HTTP, under NAME or the name of its directory, until SIGTERM or Ctrl-C.
+    """Serve BUNDLEs over HTTP until SIGTERM or Ctrl-C.
 
-    SIGHUP replaces every bundle by what its path holds now.
+    A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
     if log_level != "debug":  # uvicorn logs each start, stop and malformed request

@@ -39,7 +39,7 @@ def inputs_of(texts: Sequence[str], source: Path | str | None) -> list[str]:
 
 @contextmanager
 def lines_to(output: Path | str | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes a line to standard output, or to a file that is written whole or not at all."""
+    """Yield a function that writes a line to standard output or, atomically, a file."""
     from tfexport.cli._lines import write_whole
 
     if output is None:

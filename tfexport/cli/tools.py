@@ -1,4 +1,4 @@
-"""Commands that compare, measure and show: `tfexport verify`, `bench`, `inspect` and `doctor`."""
+"""Define the commands `verify`, `bench`, `inspect` and `doctor`."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ def bench(
     help="Fields that may differ, such as backend,threads.",
 )
 def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tuple[str, ...]) -> None:
-    """Compare the reports FIRST and SECOND of `tfexport bench --json`; exit with 1 if a --fail-if holds.
+    """Compare two reports of `tfexport bench --json`.
 
-    A bundle named compare is measured as ./compare.
+    The exit code is 1 if a condition of --fail-if holds. A bundle named compare is measured as ./compare.
     """
     from tfexport.bench.compare import Condition, compare, read_result
 
@@ -160,7 +160,10 @@ def inspect(path: Path, trusted_keys: tuple[Path, ...] | None, untrusted: bool, 
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Show what is installed, which backends work and how to repair the rest; exit with 1 when none works."""
+    """Report which backends work on this machine and how to repair the others.
+
+    The exit code is 1 if no backend works.
+    """
     from tfexport.doctor import diagnose
 
     found = diagnose()

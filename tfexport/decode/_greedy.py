@@ -84,7 +84,7 @@ def distribution(log_probs: Floats, config: DecodeConfig) -> NDArray[np.float64]
 
 
 class GreedySearch:
-    """Greedy search or sampling, with one row per source; the methods are those of `Search`."""
+    """Greedy search or sampling, with one row per source; see `Search`."""
 
     width = 1
 

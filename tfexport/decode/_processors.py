@@ -113,7 +113,7 @@ class Processors:
         return min(wanted, self._vocab)
 
     def apply(self, found: Candidates, history: History, num_new: Ids, limits: Ids) -> tuple[Ids, Floats]:
-        """Process at least as many candidates as `num_candidates` returned, with the arguments of `Rows`.
+        """Process at least the number of candidates that `num_candidates` returned.
 
         Returns:
             Ids and log-probabilities [rows, candidates], best first, equal ones in order of id; -inf for bans.
@@ -368,7 +368,7 @@ class _ForcedEnd(Processor):
 
 
 def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Processor]:
-    """Yield the processors of the options that are set, in the order in which they apply."""
+    """Yield the processors of the given options in the order they apply."""
     if config.repetition_penalty != 1:
         yield _RepetitionPenalty(config.repetition_penalty, vocab)
     if config.no_repeat_ngram_size:

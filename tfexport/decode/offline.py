@@ -1,4 +1,4 @@
-"""Decode the texts of one call or their best next tokens, stream one text, and warm a session up."""
+"""Decode the texts of one call, stream one text, and warm up a session."""
 
 from __future__ import annotations
 

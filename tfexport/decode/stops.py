@@ -1,4 +1,4 @@
-"""End texts at stop strings and time limits, and decode tokens to pieces of text as they arrive."""
+"""End texts at stop strings and time limits, and stream pieces of text."""
 
 from __future__ import annotations
 

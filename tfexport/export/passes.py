@@ -171,8 +171,8 @@ def append_selection(model: ir.Model) -> None:
 
     Adds the input `num_candidates` and the outputs `candidate_ids`, `candidate_logits` and `log_normalizer`. The first
     output of the decoder is `logits` [rows, vocab]. TopK sorts, and by its definition returns the lower id first if
-    logits are equal (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime complies on the CPU; on CUDA it does
-    not for every size, and TensorRT documents no order, so sessions on these sort the result.
+    logits are equal (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime complies on the CPU, but on CUDA
+    not for every size, and TensorRT documents no order. Sessions on these sort the result.
     """
     graph = model.graph
     logits = graph.outputs[0]

@@ -121,7 +121,7 @@ def _storages(loaded: Any) -> set[int]:
 
 
 def _num_listed(file: Path) -> int:
-    """Count the storages that a file from before PyTorch 1.6 lists after its four other pickles."""
+    """Count the storages that a file from before PyTorch 1.6 lists."""
     with file.open("rb") as opened:
         for _ in range(4):
             for _opcode in pickletools.genops(opened):

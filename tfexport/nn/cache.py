@@ -1,4 +1,4 @@
-"""Attention to the source, the two caches of the decoder, and scaled dot-product attention.
+"""Define attention and the caches of the decoder.
 
 A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. The decoder
 variants in `tfexport.export.decoders` are subclasses. New tokens share one axis, [rows ·
@@ -98,7 +98,7 @@ class Source(SelfAttention):
 
 
 class Cross:
-    """Cross-attention of a decoder to the source, whose keys and values are computed once.
+    """Cross-attention of a decoder; keys and values are computed once.
 
     Attributes:
         key_values: of each decoder layer, [batch, kv_heads, source_len, …].

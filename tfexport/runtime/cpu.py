@@ -1,4 +1,4 @@
-"""Detect CPU cores and instruction sets, and choose thread counts by the weights that a decode step reads."""
+"""Detect CPU cores and instruction sets, and choose thread counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Threads:
 
 
 def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
-    """Choose the threads for a bundle; return None if ONNX Runtime shall start one on each core that it finds.
+    """Choose the threads for a bundle; None lets ONNX Runtime choose.
 
     "auto" gives the encoder all available cores, because its matrices are large and its threads sleep between runs, and
     the decoder all cores or one.

@@ -39,7 +39,7 @@ print(json.dumps(describe_int8_products()))
 
 
 def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
-    """Test a library as a backend; return the problem by device, "" if it computes correctly."""
+    """Test a library as a backend; return the problem by device, or ""."""
     found = _run((_TRY, backend.trial, library.name, ADD_MODEL.hex()))
     if isinstance(found, str):
         return {library.device: found}
@@ -47,7 +47,7 @@ def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
 
 
 def find_gpus() -> tuple[list[dict[str, Any]], str]:
-    """Return the fields of each GPU of the driver, and the reason if no GPU can be used."""
+    """Return the fields of each GPU, and the reason if none can be used."""
     found = _run((_GPUS,))
     return ([], found) if isinstance(found, str) else (found["gpus"], found["problem"])
 

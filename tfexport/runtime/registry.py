@@ -95,7 +95,7 @@ class Home(Protocol):
         ...
 
     def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-        """Open every session that verification compares with the eager model, by name; the eager model has none."""
+        """Open every session that verification compares with the eager model."""
         ...
 
 

@@ -183,7 +183,7 @@ class ScoresTokens(Protocol):
     """A batch that scores given next tokens without ranking the vocabulary."""
 
     def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row; return `next_ids`, int64 [rows], as candidates [rows, 1]."""
+        """Read one token of each row; return `next_ids` as candidates [rows, 1]."""
         ...
 
 
@@ -291,7 +291,7 @@ def in_order_of_id(candidates: Candidates) -> Candidates:
 
 
 def close_up(num_sources: int, removed: Ids) -> Ids:
-    """Return the old place of each source that remains after a removal, int64 [remaining sources].
+    """Return the old place of each source that remains, int64 [remaining sources].
 
     The last sources, in order, fill the free places.
     """

@@ -86,7 +86,7 @@ class Generation(Generic[Item, Answer]):
             self._leave(self, Cancelled("the request was cancelled"))
 
     def __await__(self) -> Generator[None, None, list[Answer]]:
-        """Wait for the answers, best first; cancel the request if the waiting task is cancelled."""
+        """Wait for the answers, best first; cancel the request with the task."""
         return self._wait().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Item]:
@@ -98,7 +98,7 @@ class Generation(Generic[Item, Answer]):
             self.cancel()
 
     async def together(self) -> AsyncIterator[list[Item]]:
-        """Yield lists of all unread stream items; cancel the request if the reader stops early."""
+        """Yield lists of unread items; cancel the request if the reader stops."""
         try:
             while await self._has_more():
                 items = list(self._unread)

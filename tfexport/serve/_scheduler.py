@@ -1,4 +1,4 @@
-"""Queue requests, choose which ones join the running batches, and decode them on a thread."""
+"""Queue requests, admit them to the running batches, and decode on a thread."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class WaitingQueue:
             return late
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a job, for `close`, or for the timeout; return whether there are or may be jobs."""
+        """Wait for a job, `close` or the timeout; return False when no job can come."""
         with self._changed:
             if not self._jobs and not self._closed:
                 self._changed.wait(timeout_s)
@@ -306,7 +306,7 @@ class Worker:
         publish: Callable[[list[Event]], None],
         fail: Callable[[EngineFailed], None],
     ) -> None:
-        """Start the thread, which calls `publish`, `fail` and `observer`. The caller closes `session`."""
+        """Start the thread, which calls the callbacks. The caller closes `session`."""
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
         self.failure: BaseException | None = None
         self._scheduler = Scheduler(session, self.waiting, config, observer)

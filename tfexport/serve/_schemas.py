@@ -386,7 +386,7 @@ class TranslateRequest(Body):
 
 
 class Generated(BaseModel):
-    """Results of one source: lists, best first, if num_return_sequences is above 1; no text for token ids."""
+    """Results of one source; lists, best first, for several."""
 
     id: str | None = None
     model_name: str

@@ -1,4 +1,4 @@
-"""Serve one loaded model: its threads, and the requests that it has accepted and not answered."""
+"""Serve one loaded model: its threads and open requests."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Served:
         self._observer.ended(outcome, "", time.monotonic() - generation.arrived, 0, None)
 
     async def stop(self, reason: ServingError, timeout_s: float | None) -> bool:
-        """Refuse new requests, finish the accepted ones, close the model; return whether all were answered.
+        """Finish accepted requests and close; return whether all were answered.
 
         Requests that are open after `timeout_s`, or after `hang_s` without progress, raise `reason`.
         """

@@ -318,7 +318,7 @@ class Engine:
         return self._served
 
     async def _load(self, bundle: str | PathLike[str], state: State, refusal: str) -> Served:
-        """Load and serve a bundle; raise `Draining` if the engine is not in `state` before or after."""
+        """Load and serve a bundle; raise `Draining` if the engine leaves `state`."""
 
         def load_model() -> Model:
             model = load(bundle, **self._options)

@@ -136,7 +136,7 @@ def decoder_plans(form: Form, limits: EngineLimits) -> dict[str, int]:
 
 
 def cache_aliases(spec: ModelSpec) -> dict[str, str]:
-    """Return output to input for the caches that a decoder of the static form writes in place."""
+    """Map outputs to inputs of caches that a static decoder writes in place."""
     presents, pasts = (key_value_names(prefix, spec.layers) for prefix in ("present", "past"))
     return dict(zip(presents, pasts, strict=True))
 

@@ -36,13 +36,13 @@ class Tokenizer:
     def load(
         cls, path: Path, spec: ModelSpec, *, target: Path | None = None, text: TextConfig | None = None
     ) -> Tokenizer:
-        """Read a tokenizer.json of both sides, or of the source if `target` is the target's own (see `parse`)."""
+        """Read a tokenizer.json of both sides, or of the source if `target` is given."""
         need_library()  # before a missing file is reported
         return cls.parse([(str(file), read_plain(file)) for file in (path, target) if file], spec, text=text)
 
     @classmethod
     def parse(cls, files: Sequence[tuple[str, bytes]], spec: ModelSpec, *, text: TextConfig | None = None) -> Tokenizer:
-        """Read the tokenizer of a model from the bytes of one tokenizer.json, or of the source's and the target's.
+        """Read the tokenizer of a model from the bytes of one or two tokenizer.json.
 
         `files` has pairs of a name for errors and the content; `text` has ids around a text.
 

@@ -62,7 +62,7 @@ class VerifyConfig(Config, subject="verify"):
 
 @dataclass(frozen=True)
 class Stages:
-    """The reference and the graphs to compare with it, of a bundle that may be unfinished."""
+    """The reference and the graphs to compare with it."""
 
     model: EagerModel
     graphs: Graphs

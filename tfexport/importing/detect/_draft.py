@@ -1,4 +1,4 @@
-"""Draft layouts for a state dict from its names, indices and shapes, without knowledge of particular projects.
+"""Draft layouts for a state dict from its names, indices and shapes.
 
 `_layers` reads the lists of layers. This module reads embeddings, position tables and all other modules.
 """

@@ -69,7 +69,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def words(name: str) -> tuple[str, ...]:
-    """Split a name at dots, underscores, digits and capitals: "W_q.selfAttn1" gives w, q, self, attn, 1."""
+    """Split a name into words: "W_q.selfAttn1" gives w, q, self, attn, 1."""
     return tuple(word.lower() for word in _WORD.findall(name))
 
 
@@ -81,7 +81,7 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def side(name: str) -> str | None:
-    """Return "enc" or "dec" by the first component with words of only one side, or None."""
+    """Return the side that the first unambiguous component names, or None."""
     for component in name.split("."):
         found = words(component)
         is_decoder = bool(DECODER.intersection(found)) or any(_DECODES.match(word) for word in found)
@@ -97,7 +97,7 @@ def common(names: Iterable[Sequence[str]]) -> int:
 
 
 def leaf_field(key: str) -> tuple[str, str]:
-    """Split the last component of a key into owner and kind, which is "weight", "bias" or, if unknown, "".
+    """Split the last component of a key into owner and "weight", "bias" or "".
 
     "in_proj_bias" gives ("in proj", "bias"), "W_q" gives ("q", "weight"), and "gamma" gives ("", "weight").
     """
@@ -120,7 +120,7 @@ def fused_order(found: Iterable[str]) -> str | None:
 
 
 def attention_role(found: Sequence[str]) -> str | None:
-    """Return the projection q, k, v, o, kv or qkv that the last matching word names, or None."""
+    """Return the projection that the last matching word names, or None."""
     if {"q", "k", "v"} <= set(found) or tuple(found[-2:]) == ("in", "proj"):
         return "qkv"
     if {"k", "v"} <= set(found):
@@ -139,7 +139,7 @@ def attention_role(found: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """A matrix or a gain, with its bias; `shape` is that of the bias if there is no weight.
+    """A matrix or a gain with its bias; without a weight, the bias has `shape`.
 
     Layer indices in `path` are written "{i}", "{2i+1}" and so on. `place` counts the modules before this one.
     """
@@ -176,7 +176,7 @@ class Part:
         return sum(size > 1 for size in self.shape) <= 1
 
     def lines(self, target: str, *ops: str, bias_ops: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Map weight and bias to a canonical module; a bias takes `ops` if `bias_ops` is None."""
+        """Map weight and bias to a canonical module; `bias_ops` defaults to `ops`."""
         kinds = ((self.weight, "weight", ops), (self.bias, "bias", ops if bias_ops is None else bias_ops))
         return tuple(" |> ".join((f"{key} -> {target}.{kind}", *of)) for key, kind, of in kinds if key is not None)
 

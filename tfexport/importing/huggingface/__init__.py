@@ -158,7 +158,7 @@ def _is_token(value: Any) -> bool:
 def as_loaded(
     family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor], report: Callable[[str], None]
 ) -> Mapping[str, Tensor]:
-    """Return the weights as transformers has them after loading; report each difference."""
+    """Return the weights as transformers loads them; report each difference."""
     base, head = family.base, family.head
     if not any(key.startswith(base) for key in tensors):
         report(f"has the names of the model without its head; put {base!r} before them")

@@ -1,4 +1,4 @@
-"""Define BART and the families with its code: mBART, PEGASUS, Blenderbot, Marian (opus-mt), M2M100 and NLLB.
+"""Define BART, mBART, PEGASUS, Blenderbot, Marian (opus-mt), M2M100 and NLLB.
 
 The ids of Marian, M2M100 and NLLB differ from those of their SentencePiece models.
 """

@@ -1,4 +1,4 @@
-"""Parse the lines of a layout, patterns of key names and arithmetic; docs/reference/layouts.md describes both."""
+"""Parse the lines of a layout (docs/reference/layouts.md)."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Rule:
         self.splits = any(piece.kind == "parts" for piece in self._target)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int | None] | None:
-        """Return the canonical names of a key and its head, or None if the line does not match the key."""
+        """Return the canonical names of a key and its head, or None without a match."""
         found = self._regex.fullmatch(key)
         if found is None:
             return None

@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Inputs of a fold next to the tensor: sizes, number of parts, and for `post` its name and all other tensors."""
+    """Sizes, number of parts and, for `post`, other tensors that a fold reads."""
 
     names: Names
     parts: int = 1
@@ -54,7 +54,7 @@ _Takes = Literal["", "number", "whole", "list", "list?", "number name"]
 
 
 class Operation(NamedTuple):
-    """A fold, called as `run(tensor, context, *arguments)`, or as `run(tensors, context)` if it joins."""
+    """A fold: `run(tensor, context, *arguments)`, or `run(tensors, context)` to join."""
 
     run: _Run
     takes: _Takes
@@ -237,7 +237,7 @@ def parse_step(text: str) -> Step:
 
 
 def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
-    """Apply folds in order to one tensor, or to one for each head; folds after a split apply to each part.
+    """Apply folds in order; folds after a split apply to each part.
 
     Raises:
         CheckpointError: A tensor does not have the shape that a fold needs.
@@ -256,7 +256,7 @@ def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> l
 
 
 def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
-    """Compute a sinusoidal position table, float32 [length, d_model], exactly as other implementations do.
+    """Compute a sinusoidal position table, float32 [length, d_model].
 
     Args:
         kind: "interleaved" has sines in even and cosines in odd columns, with wavelengths from a power.

@@ -190,7 +190,7 @@ def expected_shapes(config: TransformerConfig) -> Mapping[str, Shape]:
 
 
 def check_shapes(config: TransformerConfig, shapes: Mapping[str, Shape], problems: list[str]) -> dict[str, Shape]:
-    """Compare shapes with those that `config` needs; return the missing biases, to fill with 0."""
+    """Compare shapes with `config`; return the missing biases, to fill with 0."""
     expected = expected_shapes(config)
     absent = {name: shape for name, shape in expected.items() if name not in shapes}
     problems += [f"missing {name} {list(shape)}" for name, shape in absent.items() if not name.endswith(".bias")]

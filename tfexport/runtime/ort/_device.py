@@ -250,7 +250,7 @@ class Step:
         target_len: int = 1,
         reads_lengths: bool = True,
     ) -> None:
-        """Allocate and bind inputs and outputs; without `num_candidates` the step returns all logits."""
+        """Bind inputs and outputs; without `num_candidates`, steps return all logits."""
         device, self._graphs = graphs.device, graphs
         self.io = still_open(graphs.decoder).io_binding()
         num_best = num_candidates or 1
@@ -271,7 +271,7 @@ class Step:
         self.io.bind_ortvalue_output(LOG_NORMALIZER, self._log_normalizer)
 
     def run(self, target_ids: Ids, lengths: Ids) -> None:
-        """Read tokens, int64 [rows, target_len] or [rows], into caches of the given lengths, int64 [rows]."""
+        """Read tokens, int64 [rows, target_len] or [rows]; `lengths` is int64 [rows]."""
         self._target_ids.update_inplace(np.ascontiguousarray(target_ids))
         if self._lengths is not None:
             self._lengths.update_inplace(lengths)

@@ -62,7 +62,7 @@ class Provider:
     prepare: Callable[[], None] = lambda: None
 
     def check_placement(self, session: ort.InferenceSession, name: str) -> None:
-        """Raise `BackendError` if the provider did not start, `PlacementError` if it lacks a kernel of the graph."""
+        """Raise an error if the provider did not start or lacks a kernel of the graph."""
         if self.ort_name not in session.get_providers():
             raise BackendError(
                 f"ort: {name}: onnxruntime {ort.__version__} could not start {self.ort_name} and took "
@@ -87,7 +87,7 @@ def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
 
 
 def prepare_cuda() -> None:
-    """Load CUDA's libraries, or raise `BackendError` with the build, driver, GPU or libraries that are missing.
+    """Load CUDA's libraries, or raise `BackendError` that names what is missing.
 
     ONNX Runtime itself would only log that something is missing and run on the CPU.
     """
@@ -138,7 +138,7 @@ PROVIDERS: dict[Device, Provider] = {provider.device: provider for provider in (
 
 
 def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
-    """Ask the driver API for a GPU, https://docs.nvidia.com/cuda/cuda-driver-api/; return the problem and its fix."""
+    """Ask CUDA's driver API for a GPU; return the problem and its fix."""
     try:
         driver = ctypes.CDLL(library)
     except OSError:

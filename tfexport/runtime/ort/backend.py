@@ -226,7 +226,7 @@ def _forms(graphs: Container[str], device: Device, subject: object) -> list[Form
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Run the graph y = x + x on each device of the installed build; return the problem by device, or ""."""
+    """Run y = x + x on each device; return the problem by device, or ""."""
     if not hasattr(ort, "InferenceSession"):
         sys.exit("hollow: the module is there, its library is not")
     ort.set_default_logger_severity(4)

@@ -32,7 +32,7 @@ _OPTIONS: tuple[dict[str, str], ...] = ({}, {"session.x64quantprecision": "1"})
 
 @cache
 def int8_session_options() -> Mapping[str, str]:
-    """Return the fastest entries of `onnxruntime.SessionOptions` with exact 8-bit products on this CPU.
+    """Return the fastest session options with exact 8-bit products on this CPU.
 
     Raises:
         BackendError: no options give exact products.

@@ -221,8 +221,8 @@ class Monitor:
 def _compute_capabilities(
     library: Library, wanted: Sequence[str], gpu: Gpu | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    # The library's enum lags behind its kernels. A capability that it does not name can be built only by itself, on a
-    # GPU that has it. A build or load shows whether the library has kernels for it.
+    # The library's enum is older than its kernels. A capability that it does not name can only be built alone, on a GPU
+    # that has it. A build or load shows whether the library has kernels for it.
     known = library.compute_capabilities()
     if not known:
         listed = f"compute capability {', '.join(wanted)}: it builds for the GPU at hand"
