@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
+import tfexport
 from models.from_scratch.notebook_000 import Notebook000
 from models.from_scratch.notebook_004 import Notebook004
 from tests.importing.layout.test_layout import IDENTITY, state
@@ -330,6 +331,17 @@ def test_nan_weights_and_nan_outputs(own: Path, tmp_path: Path) -> None:
     tensors["logits"][0, 0, 0] = float("nan")
     save_file(tensors, tmp_path / "g")
     assert "logits holds NaN or infinity" in error(own / "model.pt", *words, "--reference", tmp_path / "g")
+
+
+def test_the_former_names_still_work(own: Path, tmp_path: Path) -> None:
+    result = run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "reference.safetensors")
+    assert "layout notebook-004, proven" in result.stdout
+    assert "--golden" not in run("--help").stdout
+    from tfexport.importing.reference.golden import record
+
+    assert record is tfexport.record_reference
+    given = {"golden": own / "reference.safetensors"}
+    assert tfexport.import_checkpoint(own / "model.pt", tmp_path / "n", **given).certificate.proven
 
 
 def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Goldens: what is recorded is what the original computes, and a reference that cannot prove anything is refused."""
+"""Reference outputs are what the original computes; those that cannot prove anything are refused."""
 
 from __future__ import annotations
 
@@ -184,11 +184,15 @@ def test_an_original_that_proves_nothing_is_refused(forward: Callable[..., Any],
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_replaced(reference_file: Path) -> None:
-    before = reference_file.read_bytes()
+def test_a_file_is_replaced_only_with_force(reference_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "g"
+    path.write_bytes(before := reference_file.read_bytes())
     with pytest.raises(CheckpointError, match="exists; use force=True"):
-        recorded(NumberedBlocks(), reference_file)
-    assert reference_file.read_bytes() == before
+        recorded(NumberedBlocks(), path)
+    assert path.read_bytes() == before
+    replaced = recorded(NumberedBlocks(), path, force=True)
+    assert read_reference(path).state.keys() == replaced.state.keys()
+    assert path.read_bytes() != before
 
 
 def test_a_model_that_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
