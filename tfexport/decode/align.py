@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from tfexport import _html
 from tfexport._arguments import check_call
 from tfexport.decode.loop import check_cancelled
 from tfexport.decode.request import Pair, batches, check_pairs
@@ -30,10 +31,14 @@ class Alignment:
 
     source_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
-    weights: Floats
+    weights: Floats = field(repr=False)
     source_positions: tuple[int, ...]
     source_tokens: tuple[str, ...] = ()
     target_tokens: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        columns, rows = self.source_tokens or self.source_ids, self.target_tokens or self.target_ids
+        return _html.heat_map(columns, rows, self.weights)
 
 
 def need_alignment(session: Session, subject: str = "align") -> Aligns:

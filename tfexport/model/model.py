@@ -23,7 +23,7 @@ from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
-from tfexport.model.result import Result, result_of
+from tfexport.model.result import Result, Results, result_of
 from tfexport.runtime.cpu import Threads
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.text.tokenizer import Tokenizer
@@ -131,9 +131,7 @@ class Model:
             results = with_copies(
                 self.session, tokenizer, texts, sources, results, decoding, batch_size=batch_size, cancel=cancel
             )
-        if indices is None:
-            return results
-        return [dataclasses.replace(result, index=places[result.index]) for result in results]
+        return Results(dataclasses.replace(result, index=places[result.index]) for result in results)
 
     def generate_ids(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tfexport import _html
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stops import stop_end
 from tfexport.generation import DecodeConfig
@@ -24,10 +25,21 @@ class Result:
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     score: float
     finish_reason: FinishReason
     index: int
+
+    def _repr_html_(self) -> str:
+        return Results([self])._repr_html_()
+
+
+class Results(list[Result]):
+    """A list of results that notebooks display as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [(one.index, one.text, f"{one.score:.4f}", one.finish_reason) for one in self]
+        return _html.table(("index", "text", "score", "finish_reason"), rows)
 
 
 def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, index: int = 0) -> Result:

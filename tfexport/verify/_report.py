@@ -1,4 +1,4 @@
-"""The result of a verification: values, JSON, and lines for the terminal."""
+"""Represent the result of a verification: values, JSON, and a table."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from tfexport import _html
+
+_COLUMNS = ("stage", "check", "result", "")
+
 
 @dataclass(frozen=True)
 class Numbers:
-    """One check that compares numbers of a stage with the eager model's.
+    """A check that compares numbers of a stage with the eager model's.
 
     Attributes:
         error: largest |difference| as a share of the largest |value|; NaN if the stage returned NaN.
@@ -37,12 +41,18 @@ class Numbers:
         """Describe the failure, or return None if the check passed."""
         if self.passed:
             return None
-        who = self.stage if self.quantity == "logits" else f"{self.quantity} of {self.stage}"
-        if self.error != self.error:
-            return f"{who} gives NaN at {self.place}"
+        subject = self.stage if self.quantity == "logits" else f"{self.quantity} of {self.stage}"
+        if math.isnan(self.error):
+            return f"{subject} gives NaN at {self.place}"
         return (
-            f"{who} differs by {self.error:.1e} of the largest value at {self.place}, the limit is {self.tolerance:.0e}"
+            f"{subject} differs by {self.error:.1e} of the largest value at {self.place}, "
+            f"the limit is {self.tolerance:.0e}"
         )
+
+    def row(self) -> tuple[str, ...]:
+        """Return the check as a row of the report's table."""
+        result = f"{self.error:.1e} ≤ {self.tolerance:.0e}"
+        return self.stage, self.quantity, result, "✓" if self.passed else "✗"
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Decodes:
-    """One check that compares whole decodes of a stage with the eager model's.
+    """A check that compares whole decodes of a stage with the eager model's.
 
     Attributes:
         method: "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), or
@@ -88,19 +98,33 @@ class Decodes:
     @property
     def passed(self) -> bool:
         """Whether every sequence is equal or a tie, or differences are only reported."""
-        return not self.must_be_exact or self.exact + self.ties == self.sequences
+        return not self.must_be_exact or self._different == 0
 
     def problem(self) -> str | None:
         """Describe the failure, or return None if the check passed."""
         if self.passed:
             return None
-        different = self.sequences - self.exact - self.ties
-        return f"{self.stage}, {self.method}: {different} of {self.sequences} sequences differ; first: {self.first}"
+        count = f"{self._different} of {self.sequences}"
+        return f"{self.stage}, {self.method}: {count} sequences differ; first: {self.first}"
+
+    def row(self) -> tuple[str, ...]:
+        """Return the check as a row of the report's table."""
+        result = f"{self.exact}/{self.sequences} exact"
+        if self.ties:
+            result += f", {self.ties} {'tie' if self.ties == 1 else 'ties'}"
+        if self.divergence is not None and self.divergence.position is not None:
+            position, margin = self.divergence.position, self.divergence.margin
+            result += f", first difference at token {position:g}, margin {margin:.1e}"
+        return self.stage, self.method, result, "✗" if not self.passed else "·" if self._different else "✓"
+
+    @property
+    def _different(self) -> int:
+        return self.sequences - self.exact - self.ties
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """All checks of a verification."""
+    """All parity checks of a verification."""
 
     reference: str
     samples: int
@@ -109,24 +133,24 @@ class Report:
     decodes: tuple[Decodes, ...]
 
     @property
-    def rungs(self) -> tuple[Numbers | Decodes, ...]:
+    def checks(self) -> tuple[Numbers | Decodes, ...]:
         """All checks, in order."""
         return (*self.numbers, *self.decodes)
 
     @property
     def passed(self) -> bool:
         """Whether every check passed."""
-        return all(rung.passed for rung in self.rungs)
+        return all(check.passed for check in self.checks)
 
     def problems(self) -> list[str]:
         """Describe each failed check."""
-        return [problem for rung in self.rungs if (problem := rung.problem())]
+        return [problem for check in self.checks if (problem := check.problem())]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values; NaN and infinity become null."""
         report = dataclasses.asdict(self)
-        for rung, values in zip(self.rungs, (*report["numbers"], *report["decodes"]), strict=True):
-            values["passed"] = rung.passed
+        for check, values in zip(self.checks, (*report["numbers"], *report["decodes"]), strict=True):
+            values["passed"] = check.passed
         for values in report["numbers"]:
             for key in ("error", "worst"):
                 values[key] = values[key] if math.isfinite(values[key]) else None
@@ -139,29 +163,27 @@ class Report:
             "reference": self.reference,
             "samples": self.samples,
             "seed": self.seed,
-            "worst_error": max(rung.error for rung in self.numbers),
-            "sequences": sum(rung.sequences for rung in self.decodes),
-            "exact": sum(rung.exact for rung in self.decodes),
-            "ties": sum(rung.ties for rung in self.decodes),
+            "worst_error": max(check.error for check in self.numbers),
+            **{name: sum(getattr(check, name) for check in self.decodes) for name in ("sequences", "exact", "ties")},
         }
 
     def lines(self) -> list[str]:
         """Format the report for a terminal."""
-        rows = [("stage", "check", "result", "")]
-        for number in self.numbers:
-            mark = "✓" if number.passed else "✗"
-            rows.append((number.stage, number.quantity, f"{number.error:.1e} ≤ {number.tolerance:.0e}", mark))
-        for decode in self.decodes:
-            result = f"{decode.exact}/{decode.sequences} exact" + (
-                "" if not decode.ties else ", 1 tie" if decode.ties == 1 else f", {decode.ties} ties"
-            )
-            parted = decode.divergence
-            if parted is not None and parted.position is not None:
-                result += f", parting at token {parted.position:g}, margin {parted.margin:.1e}"
-            mark = "✓" if decode.exact + decode.ties == decode.sequences else "·" if decode.passed else "✗"
-            rows.append((decode.stage, decode.method, result, mark))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        verdict = f"parity with {self.reference}: " + ("passed" if self.passed else "FAILED")
-        problems = [textwrap.wrap(f"✗ {problem}", 100, subsequent_indent="  ") for problem in self.problems()]
-        return [*table, *(line for lines in problems for line in lines), verdict]
+        rows = [_COLUMNS, *(check.row() for check in self.checks)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        for problem in self.problems():
+            table += textwrap.wrap(f"✗ {problem}", 100, subsequent_indent="  ")
+        return [*table, self._verdict]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        return _html.table(
+            _COLUMNS, [check.row() for check in self.checks], "\n".join([self._verdict, *self.problems()])
+        )
+
+    @property
+    def _verdict(self) -> str:
+        return f"parity with {self.reference}: {'passed' if self.passed else 'FAILED'}"

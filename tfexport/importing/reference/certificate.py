@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfexport import _html
 from tfexport.errors import ConfigError
 from tfexport.importing._files import FileSum
 from tfexport.importing.layout.apply import Canonical
@@ -82,6 +83,19 @@ class Certificate:
             name: {**changed, "error": _short(changed["error"])} for name, changed in found["switches"].items()
         }
         return {**found, "error": None if self.error is None else _short(self.error)}
+
+    def __repr__(self) -> str:
+        parts = f"error={self.error}, tolerance={self.tolerance}, rows={self.rows}, unverified={self.unverified}"
+        return f"Certificate(layout={self.layout!r}, proven={self.proven}, {parts})"
+
+    def _repr_html_(self) -> str:
+        result = "not compared" if self.error is None else f"{self.error:.1e} ≤ {self.tolerance:.1e}"
+        rows = [("reference outputs", result, "✓" if self.proven else "✗")]
+        for name, one in self.switches.items():
+            if not any(part.startswith(f"{name}:") for part in self.unverified):
+                rows.append((name, f"{one.value} (error with {one.nearest}: {one.error:.1e})", "✓"))
+        rows += [("unverified", part, "·") for part in self.unverified]
+        return _html.table(("part", "result", ""), rows, f"certificate of {self.layout}")
 
 
 def unproven(layout: str) -> Certificate:
