@@ -135,7 +135,7 @@ def ort_parity(job: Job, source: str, precision: Precision) -> None:
 
 def judge(report: Report, numbers: dict[str, Any]) -> None:
     """Take over what a report says, and fail when it did."""
-    numbers["errors"] = ", ".join(f"{rung.stage} {rung.error:.1e}" for rung in report.numbers)
+    numbers["errors"] = ", ".join(f"{check.stage} {check.error:.1e}" for check in report.numbers)
     numbers["exact"] = ", ".join(f"{r.stage} {r.method} {r.exact}+{r.ties}/{r.sequences}" for r in report.decodes)
     if not report.passed:
         raise AssertionError("; ".join(report.problems()))

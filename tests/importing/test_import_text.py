@@ -148,8 +148,8 @@ def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, pro
     assert proven.exported.stdout.endswith("verified, 12 recorded texts\n")
     assert equal(user, proven.bundle) == TEXTS
     parity = json.loads((proven.bundle / "parity.json").read_text())
-    rungs = [rung for rung in parity["decodes"] if rung["method"] == "recorded texts"]
-    assert [(rung["stage"], rung["exact"], rung["sequences"]) for rung in rungs] == [
+    checks = [check for check in parity["decodes"] if check["method"] == "recorded texts"]
+    assert [(check["stage"], check["exact"], check["sequences"]) for check in checks] == [
         ("eager", 12, 12),
         ("ort concat", 12, 12),
     ]

@@ -90,8 +90,8 @@ def test_the_manifest_says_what_the_bundle_was_made_from(bundle: Path, translato
     assert manifest.parity["passed"]
     assert (len(manifest.text.samples), manifest.text.source_suffix) == (4, (2,))
     assert (theirs.text.source_prefix, theirs.text.source_suffix) == ((1,), (2,))
-    rungs = json.loads((bundle / "parity.json").read_text())["decodes"]
-    assert {rung["stage"] for rung in rungs if rung["method"] == "recorded texts"} >= {"eager", "ort static"}
+    checks = json.loads((bundle / "parity.json").read_text())["decodes"]
+    assert {check["stage"] for check in checks if check["method"] == "recorded texts"} >= {"eager", "ort static"}
     shown = run("inspect", bundle).stdout
     assert f"of the module {MODERN}.Modern" in shown
     assert manifest.module.weights_sha256 in shown

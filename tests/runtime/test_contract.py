@@ -47,7 +47,7 @@ def toy_session(model: Transformer, once: Once) -> Session:
     """Open a backend that only this test knows, through the registry."""
     graphs, spec = exported(model, once)
     with registered(TOY):
-        ((_, session),) = get("toy").rungs(Graphs(graphs, spec), LoadOptions())
+        ((_, session),) = get("toy").load(LoadOptions()).parity_sessions(Graphs(graphs, spec), LoadOptions())
     return session
 
 

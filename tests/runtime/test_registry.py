@@ -45,7 +45,7 @@ def test_one_registration_makes_a_backend(toy: Backend, dates_bundle: Path) -> N
         assert loaded.generate([TEXT], num_beams=2)[0].text == ISO
     report = verify_bundle(dates_bundle, backend="toy", config=VerifyConfig(samples=2))
     assert report.passed
-    assert {rung.stage for rung in report.decodes} == {"toy", "eager"}, "eager beside recorded texts"
+    assert {check.stage for check in report.decodes} == {"toy", "eager"}, "eager for recorded texts"
 
 
 def test_bench_measures_a_registered_backend_and_verifies_it_first(toy: Backend, dates_bundle: Path) -> None:
@@ -159,7 +159,7 @@ def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
 ) -> None:
     bundle, options = make(tmp_path / "b"), LoadOptions(backend="ort", threads=1, device="cuda")
     assert cast(object, open_session(bundle, options)) == "opened concat"
-    assert [name for name, _ in ort.rungs(Graphs.of(bundle), options)] == ["ort concat cuda"]
+    assert [name for name, _ in ort.parity_sessions(Graphs.of(bundle), options)] == ["ort concat cuda"]
     loaded, verified = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert loaded == (
         "ort: decoder_static.onnx: no kernel for Cast; the concat form runs instead; "
@@ -173,7 +173,7 @@ def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
     with pytest.raises(PlacementError, match="no kernel for Cast"):
         open_session(alone, options)
     with pytest.raises(PlacementError, match="no kernel for Cast"):
-        list(ort.rungs(Graphs.of(alone), options))
+        list(ort.parity_sessions(Graphs.of(alone), options))
 
 
 def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:
@@ -190,7 +190,7 @@ def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=refusal):
         open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda"))
     with pytest.raises(BundleError, match=refusal):
-        list(ort.rungs(Graphs.of(bundle), LoadOptions(device="cuda")))
+        list(ort.parity_sessions(Graphs.of(bundle), LoadOptions(device="cuda")))
     with pytest.raises(BackendError, match="the contrib form runs on the CPU; for device cuda leave the form out"):
         open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", form="contrib"))
 
@@ -198,11 +198,11 @@ def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "forms"), [("cpu", ["concat", "static", "contrib"]), ("cuda", ["concat", "static"])]
 )
-def test_the_ladder_has_the_forms_of_the_device(
+def test_every_variant_of_the_device_is_verified(
     device: Device, forms: list[str], tmp_path: Path, opened: list[Form | None]
 ) -> None:
     bundle = make_contrib(tmp_path / "b", GRAPHS)
     where = "" if device == "cpu" else f" {device}"
-    rungs = ort.rungs(Graphs.of(bundle), LoadOptions(device=device))
-    assert [name for name, _ in rungs] == [f"ort {form}{where}" for form in forms]
+    opened_sessions = ort.parity_sessions(Graphs.of(bundle), LoadOptions(device=device))
+    assert [name for name, _ in opened_sessions] == [f"ort {form}{where}" for form in forms]
     assert opened == forms

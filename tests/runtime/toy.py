@@ -98,15 +98,15 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> ToySession:
     return ToySession(graphs.paths, graphs.spec)
 
 
-def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, ToySession]]:
+def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, ToySession]]:
     yield "toy", ToySession(graphs.paths, graphs.spec)
 
 
 TOY = Backend(
     name="toy",
     title="Toy",
-    home=__name__,
-    trial=__name__,
+    module=__name__,
+    probe_module=__name__,
     requirements=(Requirement("onnxruntime", "onnxruntime"),),
     runs="graphs",
 )

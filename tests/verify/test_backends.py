@@ -1,4 +1,4 @@
-"""The ladder on other backends: engines, with their own lengths, precision and number of candidates, and CUDA."""
+"""Parity checks of other backends: engines with their own limits and precision, and CUDA."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def engines(**changes: Any) -> Callable[..., Session]:
     return open_bundle
 
 
-def test_engines_have_a_rung_of_their_own(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_compared(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "open_bundle", engines())
     command = ["verify", str(bundle), "--backend", "trt", "--samples", "8", "--json"]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert [number["stage"] for number in report["numbers"]] == ["eager float64", "eager cached", "trt fp32"]
-    assert [(rung["stage"], rung["method"]) for rung in report["decodes"]] == [
+    assert [(check["stage"], check["method"]) for check in report["decodes"]] == [
         ("trt fp32", "greedy"),
         ("trt fp32", "beam 4"),
         ("trt fp32", "batch invariance"),
     ]
-    assert all(rung["exact"] == rung["sequences"] and rung["must_be_exact"] for rung in report["decodes"])
+    assert all(check["exact"] == check["sequences"] and check["must_be_exact"] for check in report["decodes"])
 
 
 def test_engines_that_take_less_than_the_bundle_are_asked_for_less(
@@ -84,12 +84,12 @@ def test_engines_that_take_less_than_the_bundle_are_asked_for_less(
     assert verify_bundle(bundle, config=FEW, backend="trt").passed
 
 
-def test_too_few_rows_for_beams_leave_out_that_rung_and_say_so(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_are_not_compared_if_an_engine_takes_too_few_rows(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "open_bundle", engines(max_batch=3))
     told: list[str] = []
     report = verify_bundle(bundle, config=FEW, backend="trt", report=told.append)
     assert report.passed
-    assert {rung.method for rung in report.decodes} == {"greedy", "batch invariance"}
+    assert {check.method for check in report.decodes} == {"greedy", "batch invariance"}
     assert "trt fp32 takes 3 rows, too few for beam 4" in told
 
 
@@ -121,7 +121,7 @@ def test_narrow_weights_are_judged_by_their_own_tolerance(
     numbers = report.numbers[-1]
     assert (numbers.stage, numbers.tolerance) == ("trt int8", FORMATS["int8"].tolerance)
     assert numbers.error > FORMATS["fp32"].tolerance, "the weights are narrow indeed"
-    assert not any(rung.must_be_exact for rung in report.decodes if rung.stage != "eager")
+    assert not any(check.must_be_exact for check in report.decodes if check.stage != "eager")
 
 
 def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The ladder itself: whatever is wrong with a graph fails, and what is only rounding does not."""
+"""Parity checks: a wrong graph fails, rounding does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
-from tfexport.verify._decodes import compare_decodes, decode_best
+from tfexport.verify._decodes import Stage, compare_decodes, decode_best
 from tfexport.verify._numbers import compare, random_batches, random_sources
 
 Make = Callable[[Path], object]
@@ -55,7 +55,7 @@ def verify(*arguments: object) -> Result:
 
 
 def altered(bundle: Path, output: Path, **changes: Change) -> Path:
-    """Write the bundle anew with changed graphs: its hashes are right and only the ladder can tell."""
+    """Write the bundle anew with changed graphs: its hashes are right, so only parity checks notice."""
     opened = open_bundle(bundle)
     manifest = opened.manifest
     with create_bundle(output) as builder:
@@ -203,8 +203,8 @@ def test_every_mutation_fails_at_its_stage(name: str, bundle: Path, tmp_path: Pa
     assert result.exit_code == 2, result.output
     report = strict_json(result.stdout)
     assert report["passed"] is False
-    assert {rung["stage"] for rung in report["numbers"] if not rung["passed"]} == STAGES[graph]
-    assert {rung["stage"] for rung in report["decodes"] if not rung["passed"]} <= STAGES[graph]
+    assert {check["stage"] for check in report["numbers"] if not check["passed"]} == STAGES[graph]
+    assert {check["stage"] for check in report["decodes"] if not check["passed"]} <= STAGES[graph]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     graphs = replace(Graphs.of(opened), spec=spec)
     report = verify_stages(Stages(EagerModel(model), graphs), FEW)
     assert report.passed, report.problems()
-    greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
+    greedy = {check.stage: check for check in report.decodes if check.method == "greedy"}
     assert greedy["ort concat"].exact == greedy["ort contrib"].exact == FEW.samples
     assert (greedy["ort static"].exact, greedy["ort static"].ties) == (0, FEW.samples)
     first = str(greedy["ort static"].first)
@@ -278,10 +278,10 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     sources = random_sources(spec, FEW.samples, np.random.default_rng(0))
     decodes = [decode_best(session, sources, 1, 8) for session in (eager, static)]
     judged = [
-        compare_decodes("ort static", "greedy", eager, sources, *decodes, num_beams=1, noise=noise, must_be_exact=True)
+        compare_decodes(Stage("ort static", static, noise), "greedy", eager, sources, *decodes)
         for noise in (error, gap / 10)
     ]
-    assert [rung.passed for rung in judged] == [True, False]
+    assert [check.passed for check in judged] == [True, False]
     assert "8 of 8 sequences differ; first: sequence 0, token 0" in str(judged[1].problem())
 
 

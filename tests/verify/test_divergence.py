@@ -72,10 +72,10 @@ def test_the_table_and_the_report_have_it() -> None:
     equal = Decodes("ort contrib", "beam 4", 40, 40, 0, None, False, Divergence(1.0, None, None))
     report = Report("the eager model", 40, 0, numbers, (parted, equal))
     lines = report.lines()
-    assert "32/40 exact, 7 ties, parting at token 6.5, margin 2.5e-01  ·" in lines[2]
-    assert "parting" not in lines[3]
+    assert "32/40 exact, 7 ties, first difference at token 6.5, margin 2.5e-01  ·" in lines[2]
+    assert "first difference" not in lines[3]
     assert max(map(len, lines)) <= 100
-    assert [rung["divergence"] for rung in report.to_dict()["decodes"]] == [
+    assert [check["divergence"] for check in report.to_dict()["decodes"]] == [
         {"equal": 0.8, "position": 6.5, "margin": 0.25},
         {"equal": 1.0, "position": None, "margin": None},
     ]

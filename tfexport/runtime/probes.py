@@ -40,7 +40,7 @@ print(json.dumps(describe_int8_products()))
 
 def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
     """Test a library as a backend; return the problem by device, or ""."""
-    found = _run((_TRY, backend.trial, library.name, ADD_MODEL.hex()))
+    found = _run((_TRY, backend.probe_module, library.name, ADD_MODEL.hex()))
     if isinstance(found, str):
         return {library.device: found}
     return {device: " ".join(problem.split()) for device, problem in found.items()}

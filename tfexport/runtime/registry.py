@@ -27,11 +27,7 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The options of `tfexport.load`, which documents them.
-
-    Raises:
-        ConfigError: lists the invalid options.
-    """
+    """The options of `tfexport.load`, which documents them."""
 
     backend: str = AUTO
     form: Form | None = None
@@ -57,12 +53,12 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Graphs to run, from a bundle or from one that is being exported.
+    """Graphs of a bundle, or of an export before its bundle exists.
 
     Attributes:
         paths: path of each graph by its name in the contract.
         weights: type of the graphs' weights if narrower than the precision of `spec`.
-        bundle: None while it is being exported.
+        bundle: None during an export.
         alignment: layer and heads of the alignment graph; None if there is no such graph.
     """
 
@@ -81,7 +77,7 @@ class Graphs:
         return cls(paths, manifest.spec, weights, bundle, manifest.alignment)
 
 
-class Home(Protocol):
+class BackendModule(Protocol):
     """The module of a backend, imported when the backend is used."""
 
     def open_bundle(self, bundle: Bundle, options: LoadOptions) -> Session:
@@ -94,8 +90,8 @@ class Home(Protocol):
         """
         ...
 
-    def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-        """Open every session that verification compares with the eager model."""
+    def parity_sessions(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
+        """Open every session that verification compares with the eager model, by stage."""
         ...
 
 
@@ -105,7 +101,7 @@ class Requirement:
 
     name: str
     module: str
-    device: Literal["cpu", "gpu"] = "cpu"  # reported as broken if a trial crashes
+    device: Literal["cpu", "gpu"] = "cpu"  # reported as broken if a probe crashes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +110,8 @@ class Backend:
 
     Attributes:
         title: name of the library in messages.
-        home: module that implements `Home`.
-        trial: module with `probe(library, model) -> {device: "" or the problem}`, which the doctor runs.
+        module: implements `BackendModule`.
+        probe_module: has `probe(library, model) -> {device: "" or the problem}`, which the doctor runs.
         requirements: libraries, one of which must be installed.
         runs: graphs of a bundle, engines built into it, or the model itself, which is the reference.
         devices: devices that a user may choose.
@@ -123,8 +119,8 @@ class Backend:
 
     name: str
     title: str
-    home: str
-    trial: str
+    module: str
+    probe_module: str
     requirements: tuple[Requirement, ...]
     runs: Literal["graphs", "engines", "model"]
     devices: tuple[Device, ...] = ("cpu",)
@@ -136,19 +132,12 @@ class Backend:
             return ""
         return f"{' or '.join(modules)} is not installed; {' or '.join(map(install_command, modules))}"
 
-    def open_bundle(self, bundle: Bundle, options: LoadOptions) -> Session:
-        """Import the backend and open a bundle."""
-        return self._home(options).open_bundle(bundle, options)
-
-    def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-        """Import the backend and open every session that verification compares."""
-        return self._home(options).rungs(graphs, options)
-
-    def _home(self, options: LoadOptions) -> Home:
+    def load(self, options: LoadOptions) -> BackendModule:
+        """Check that the backend has the options and is installed, and import it."""
         _check_options(self.name, options, runs_engines=self.runs == "engines", devices=self.devices)
         if missing := self.missing():
             raise BackendError(f"{self.name}: {missing}")
-        return cast(Home, importlib.import_module(self.home))
+        return cast(BackendModule, importlib.import_module(self.module))
 
     def cannot_run(self, bundle: Bundle, options: LoadOptions) -> str:
         """Return why a bundle does not run on this backend here; "" if it might."""
@@ -173,8 +162,8 @@ _BACKENDS: dict[str, Backend] = {
         Backend(
             name="ort",
             title="ONNX Runtime",
-            home="tfexport.runtime.ort.backend",
-            trial="tfexport.runtime.ort.backend",
+            module="tfexport.runtime.ort.backend",
+            probe_module="tfexport.runtime.ort.backend",
             requirements=(Requirement("onnxruntime", "onnxruntime"),),
             runs="graphs",
             devices=get_args(Device),
@@ -182,16 +171,16 @@ _BACKENDS: dict[str, Backend] = {
         Backend(
             name="eager",
             title="PyTorch",
-            home="tfexport.runtime.eager",
-            trial="tfexport.runtime.eager",
+            module="tfexport.runtime.eager",
+            probe_module="tfexport.runtime.eager",
             requirements=(Requirement("torch", "torch"),),
             runs="model",
         ),
         Backend(
             name="trt",
             title="TensorRT",
-            home="tfexport.tensorrt.session.session",
-            trial="tfexport.tensorrt.build.builder",
+            module="tfexport.tensorrt.session.session",
+            probe_module="tfexport.tensorrt.build.builder",
             requirements=(
                 Requirement("tensorrt", "tensorrt", "gpu"),
                 Requirement("tensorrt-rtx", "tensorrt_rtx", "gpu"),
@@ -240,7 +229,7 @@ def open_session(bundle: Bundle, options: LoadOptions | None = None) -> Session:
     """Open a bundle, already checked, on the backend of the options."""
     options = options or LoadOptions()
     backend = choose(bundle, options) if options.backend == AUTO else get(options.backend)
-    return backend.open_bundle(bundle, options)
+    return backend.load(options).open_bundle(bundle, options)
 
 
 def choose(bundle: Bundle, options: LoadOptions) -> Backend:
@@ -261,15 +250,16 @@ def choose(bundle: Bundle, options: LoadOptions) -> Backend:
 
 
 def _check_options(name: str, options: LoadOptions, *, runs_engines: bool, devices: tuple[Device, ...]) -> None:
-    others = _BACKENDS.values()
     if options.engine is not None and not runs_engines:
-        theirs = [each for each in others if each.runs == "engines"]
-        raise BackendError(f"{name}: engine {options.engine} is for {_spell(theirs)}, or leave it out")
-    if options.device not in devices:
-        theirs = [each for each in others if options.device in each.devices]
-        raise BackendError(f"{name}: device {options.device} is for {_spell(theirs)}, or leave it out")
-
-
-def _spell(theirs: list[Backend]) -> str:
-    titles = " and ".join(each.title for each in theirs)
-    return f"{titles}; use it with {' or '.join(f'--backend {each.name}' for each in theirs)}"
+        others = [each for each in _BACKENDS.values() if each.runs == "engines"]
+        option = f"engine {options.engine}"
+    elif options.device not in devices:
+        others = [each for each in _BACKENDS.values() if options.device in each.devices]
+        option = f"device {options.device}"
+    else:
+        return
+    titles, names = (
+        " and ".join(each.title for each in others),
+        " or ".join(f"--backend {each.name}" for each in others),
+    )
+    raise BackendError(f"{name}: {option} is for {titles}; use it with {names}, or leave it out")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Self, cast
+from typing import Annotated, Self
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from tfexport.runtime.session import Aligns, Floats, Session, Verifies
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify._decodes import (
     METHODS,
+    Stage,
     batch_invariance,
     compare_decodes,
     decode_best,
@@ -46,12 +47,11 @@ Reporter = Callable[[str], None]
 
 
 class VerifyConfig(Config, subject="verify"):
-    """The size of a verification: decodes for each variant and method.
+    """The size of a verification; numbers are compared for at most 64 samples."""
 
-    At most 64 of them are also compared in numbers.
-    """
-
-    samples: Annotated[int, Ge(1), Le(1_000_000), Help("Random sequences to decode for each form and method.")] = 100
+    samples: Annotated[
+        int, Ge(1), Le(1_000_000), Help("Random sequences to decode for each decoder variant and method.")
+    ] = 100
     seed: Annotated[Count, Help("Of the random sequences.")] = 0
 
     @classmethod
@@ -102,85 +102,79 @@ def verify_bundle(
             None.
         ConfigError: `against` is another model, the backend cannot be compared, or a key is invalid.
     """
-    compared = comparable(backend)
+    compared = _backend(backend)
     bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
-    model = reference_of(bundle, None if against is None else str(against))
-    rounded = against is None and bundle.manifest.spec.precision != "fp32"
-    words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
-    stages = Stages(model, Graphs.of(bundle), words, load_tokenizer(bundle))
-    with _closing(compared.rungs(stages.graphs, LoadOptions(device=device, engine=engine))) as sessions:
-        return _compare(stages, sessions, config or VerifyConfig(), report)
+    model, precision = reference_of(bundle, None if against is None else str(against)), bundle.manifest.spec.precision
+    is_rounded = against is None and precision != "fp32"
+    reference = "the eager model" + (f" with the bundle's {precision} weights" if is_rounded else "")
+    stages = Stages(model, Graphs.of(bundle), reference, load_tokenizer(bundle))
+    return _verify(stages, compared, LoadOptions(device=device, engine=engine), config or VerifyConfig(), report)
 
 
 def verify_stages(stages: Stages, config: VerifyConfig, *, report: Reporter = lambda line: None) -> Report:
     """Compare every stage with the eager model, in numbers and in whole decodes."""
-    with _closing(comparable().rungs(stages.graphs, LoadOptions())) as sessions:
+    return _verify(stages, _backend(None), LoadOptions(), config, report)
+
+
+def _backend(name: str | None) -> Backend:
+    comparable = registry.comparable()
+    backend = comparable[0] if name is None else registry.get(name)
+    if backend not in comparable:
+        expected = ", ".join(repr(each.name) for each in comparable)
+        raise ConfigError(f"verify: backend {name} is the eager model itself, expected one of {expected}")
+    return backend
+
+
+def _verify(stages: Stages, backend: Backend, options: LoadOptions, config: VerifyConfig, report: Reporter) -> Report:
+    sessions: list[Named] = []
+    with ExitStack() as stack:  # closes the sessions, even if opening the next one fails
+        for stage, session in backend.load(options).parity_sessions(stages.graphs, options):
+            stack.callback(session.close)
+            sessions.append((stage, session))
         return _compare(stages, sessions, config, report)
 
 
-def comparable(name: str | None = None) -> Backend:
-    """Return a backend to compare, by default the one that exports are verified on."""
-    found = registry.comparable()
-    if name is None or registry.get(name) in found:
-        return registry.get(name) if name else found[0]
-    names = ", ".join(repr(backend.name) for backend in found)
-    raise ConfigError(f"verify: backend {name} is the eager model itself, expected one of {names}")
-
-
-@contextmanager
-def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
-    """Open sessions and close them at the end, even if opening the next one fails."""
-    sessions: list[Named] = []
-    try:
-        sessions.extend(opening)
-        yield sessions
-    finally:
-        for _, session in sessions:
-            session.close()
-
-
 def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Reporter) -> Report:
-    rng, alignment = np.random.default_rng(config.seed), stages.graphs.alignment
-    # Engines may have shorter limits than graphs.
-    names = ("max_source_length", "max_target_length")
-    limits: dict[str, int] = {name: min(getattr(session.spec, name) for _, session in sessions) for name in names}
-    spec = replace(stages.graphs.spec, **limits)  # type: ignore[arg-type]
-    eager = EagerSession(stages.model.module, replace(spec, precision="fp32"), alignment=alignment)
-    most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
-    batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
+    rng = np.random.default_rng(config.seed)
+    # Engines may have lower limits than graphs.
+    spec = replace(
+        stages.graphs.spec,
+        max_source_length=min(session.spec.max_source_length for _, session in sessions),
+        max_target_length=min(session.spec.max_target_length for _, session in sessions),
+    )
+    eager = EagerSession(stages.model.module, replace(spec, precision="fp32"), alignment=stages.graphs.alignment)
+    max_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
+    batches = random_batches(spec, min(config.samples, 64), rng, max_rows)
     sources = random_sources(spec, config.samples, rng)
     numbers: list[Numbers] = []
     decodes: list[Decodes] = []
-    compared: list[tuple[str, Session, float]]
+    compared: list[Stage]
     if not spec.has_decoder:
         numbers.append(_hidden_states(stages.model, sessions[0], batches, report))
-        compared = [("eager", eager, 0.0)]
+        compared = [Stage("eager", eager, 0.0)]
     else:
         checks = _Numbers(stages.model, eager, batches, report)
-        stepped = [checks.logits(*named) for named in [("eager cached", cast(Session, eager)), *sessions]]
+        cached = checks.logits("eager cached", eager)
+        logits = [checks.logits(*named) for named in sessions]
+        numbers = [*checks.rounding, cached, *logits, *checks.speculation(sessions), *checks.alignment(sessions)]
         # Nothing can be decoded from NaN, and its check has failed already.
-        finite = [(named, n.worst) for named, n in zip(sessions, stepped[1:], strict=True) if math.isfinite(n.error)]
-        numbers = [*checks.rounding, *stepped, *checks.speculation(sessions), *checks.alignment(sessions)]
+        finite = [Stage(*named, n.worst) for named, n in zip(sessions, logits, strict=True) if math.isfinite(n.error)]
         decodes = _decodes(eager, finite, sources, report) if finite else []
-        compared = [("eager", eager, max((number.worst for number in checks.rounding), default=0.0))]
-        compared += [(stage, session, worst) for (stage, session), worst in finite]
-    tokenizer = stages.tokenizer
-    for stage, session, noise in compared if tokenizer and tokenizer.text.samples else ():
-        assert tokenizer is not None
-        report(f"decoding {tokenizer.text.proof}: {stage}")
-        decodes.append(recorded_texts(stage, session, tokenizer, eager, noise))
+        compared = [Stage("eager", eager, max((number.worst for number in checks.rounding), default=0.0)), *finite]
+    if stages.tokenizer and stages.tokenizer.text.samples:
+        for stage in compared:
+            report(f"decoding {stages.tokenizer.text.proof}: {stage.name}")
+            decodes.append(recorded_texts(stage, stages.tokenizer, eager))
     return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
 
 
 def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], report: Reporter) -> Numbers:
     stage, session = named
     report(f"comparing hidden states: {stage}")
-
-    def valid(array: Floats, batch: Batch) -> Floats:
-        return array * batch.source_mask[:, :, None]
-
-    expected = [valid(full_outputs(model, b.source_ids, b.source_mask), b) for b in batches]
-    got = [valid(session.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
+    expected, got = [], []
+    for ids, mask in ((batch.source_ids, batch.source_mask) for batch in batches):
+        expected.append(full_outputs(model, ids, mask) * mask[:, :, None])
+        got.append(session.hidden_states(ids, mask) * mask[:, :, None])
     return compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
 
 
@@ -213,8 +207,7 @@ class _Numbers:
             if isinstance(running, Verifies) and running.can_verify:
                 self._report(f"comparing several tokens in a step: {stage}")
                 got = [verified_logits(session, batch) for batch in self._batches]
-                found = compare(stage, self._expected, got, self._tolerance(session))
-                yield replace(found, quantity="speculation")
+                yield compare(stage, self._expected, got, self._tolerance(session), "speculation")
 
     def alignment(self, sessions: Sequence[Named]) -> Iterator[Numbers]:
         """Compare the alignment of one session, because all variants share its graph.
@@ -229,8 +222,7 @@ class _Numbers:
                     array[:, :, :-1] *= batch.source_mask[:, None]
                     array[:, :, -1] = 1
                 got = [_alignment(session, batch) for batch in self._batches]
-                found = compare(stage, expected, got, self._tolerance(session))
-                yield replace(found, quantity="alignment")
+                yield compare(stage, expected, got, self._tolerance(session), "alignment")
                 return
 
     def _tolerance(self, session: Session) -> float:
@@ -248,26 +240,26 @@ def _alignment(session: Aligns, batch: Batch) -> Floats:
 
 
 def _decodes(
-    eager: EagerSession, stages: Sequence[tuple[Named, float]], sources: Sequence[Sequence[int]], report: Reporter
+    eager: EagerSession, stages: Sequence[Stage], sources: Sequence[Sequence[int]], report: Reporter
 ) -> list[Decodes]:
     """Decode with every stage and method; then compare single sources with batches."""
     found = []
     for method, num_beams in METHODS.items():
         report(f"decoding {len(sources)} sequences, {method}: eager")
         expected = decode_best(eager, sources, num_beams, 8)
-        for (stage, session), noise in stages:
-            if session.limits.rows.is_below(num_beams):
-                report(f"{stage} takes {session.limits.rows.most} rows, too few for {method}")
+        for stage in stages:
+            rows = stage.session.limits.rows
+            if rows.is_below(num_beams):
+                report(f"{stage.name} takes {rows.most} rows, too few for {method}")
                 continue
-            report(f"decoding {len(sources)} sequences, {method}: {stage}")
-            got = decode_best(session, sources, num_beams, 8)
-            is_exact, decoded = session.accuracy == "fp32", (sources, expected, got)
-            one = compare_decodes(
-                stage, method, eager, *decoded, num_beams=num_beams, noise=noise, must_be_exact=is_exact
-            )
-            found.append(one if is_exact else replace(one, divergence=measure_divergence(eager, *decoded)))
+            report(f"decoding {len(sources)} sequences, {method}: {stage.name}")
+            got = decode_best(stage.session, sources, num_beams, 8)
+            one = compare_decodes(stage, method, eager, sources, expected, got, num_beams=num_beams)
+            if not stage.must_be_exact:
+                one = replace(one, divergence=measure_divergence(eager, sources, expected, got))
+            found.append(one)
     some = sources[: min(64, len(sources) // 2 + 1)]
-    for (stage, session), noise in stages:
-        report(f"decoding {len(some)} sequences alone and in batches: {stage}")
-        found.append(batch_invariance(stage, session, some, noise, eager))
+    for stage in stages:
+        report(f"decoding {len(some)} sequences alone and in batches: {stage.name}")
+        found.append(batch_invariance(stage, some, eager))
     return found

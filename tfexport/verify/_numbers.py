@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -34,8 +35,8 @@ def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
     return [rng.choice(allowed, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
-def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_rows: int | None = None) -> list[Batch]:
-    """Draw `count` sequences in batches of 1 to 8, at most `most_rows`.
+def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_rows: int | None = None) -> list[Batch]:
+    """Draw `count` sequences in batches of 1 to 8, at most `max_rows`.
 
     The first batch has the largest size and length and a short prefix, so that even a few sequences test padding and
     every position of the cache.
@@ -43,7 +44,7 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_r
     batches: list[Batch] = []
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
     while count > 0:
-        size = min(count, int(rng.integers(1, 9)) if batches else 8, most_rows or 8)
+        size = min(count, int(rng.integers(1, 9)) if batches else 8, max_rows or 8)
         ids, mask = pad_right(random_sources(spec, size, rng), spec.tokens.pad)
         target_len = int(rng.integers(1, longest + 1)) if batches else longest
         target = rng.integers(0, max(spec.vocab, 1), (size, target_len))
@@ -61,13 +62,13 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
     candidate's. They count as `expected`, or as the last candidate's if that is less.
 
     Returns:
-        Logits from the last position of the prefix on, float32 [batch, target_len - prefill + 1, vocab].
+        Logits after the prefix and each later token, float32 [batch, target_len - prefill + 1, vocab].
     """
-    running, steps = session.batch(), []
+    running, steps, vocab = session.batch(), [], session.spec.vocab
+    num_candidates = min(session.limits.candidates.most or vocab, vocab)
     running.add(batch.source_ids, batch.source_mask, batch.target_ids[:, : batch.prefill].tolist())
     for position in range(batch.prefill - 1, batch.target_ids.shape[1]):
-        most = min(session.limits.candidates.most or session.spec.vocab, session.spec.vocab)
-        candidates = running.step(batch.target_ids[:, position], most)
+        candidates = running.step(batch.target_ids[:, position], num_candidates)
         logits = np.minimum(expected[:, position + 1 - batch.prefill], candidates.logits[:, -1:])
         np.put_along_axis(logits, candidates.token_ids, candidates.logits, 1)
         steps.append(logits)
@@ -75,12 +76,9 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
 
 
 def verified_logits(session: Session, batch: Batch) -> Floats:
-    """Feed each row's target to a session that verifies several tokens in one step.
+    """Return the logits of `step_logits`, with several tokens verified in one step.
 
     Before each piece, wrong tokens are verified and rewound, which must have no effect.
-
-    Returns:
-        Logits in the format of `step_logits`.
     """
     first, rows = batch.prefill - 1, len(batch.source_ids)
     found = np.empty((rows, batch.target_ids.shape[1] - first, session.spec.vocab), np.float32)
@@ -98,19 +96,18 @@ def verified_logits(session: Session, batch: Batch) -> Floats:
     return found
 
 
-def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float) -> Numbers:
-    """Find the largest difference between arrays; NaN counts as the largest.
-
-    Both sequences have one array per batch. `tolerance` is the largest allowed share of the largest value.
-    """
-    worst, place = -1.0, "nowhere"
+def compare(
+    stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float, quantity: str = "logits"
+) -> Numbers:
+    """Find the largest difference between arrays, one per batch; NaN is largest."""
+    worst, place = -1.0, ""
     scale = max(float(np.abs(array).max()) for array in expected) or 1.0  # a model may return only zeros
     for number, (left, right) in enumerate(zip(expected, got, strict=True)):
         difference = np.abs(left - right)
         index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax stops at the first NaN
-        here = float(difference[index])
-        if here != here or here > worst:
-            worst, place = here, f"batch {number}, row {index[0]}, position {index[1]}, entry {index[2]}"
-        if here != here:
+        largest = float(difference[index])
+        if not largest <= worst:
+            worst, place = largest, f"batch {number}, row {index[0]}, position {index[1]}, entry {index[2]}"
+        if math.isnan(worst):
             break
-    return Numbers(stage, worst / scale, worst, tolerance, place)
+    return Numbers(stage, worst / scale, worst, tolerance, place, quantity)

@@ -70,7 +70,7 @@ def test_the_bundle_says_what_it_is(int4: Path) -> None:
 def test_the_export_reports_where_decodes_part(int4: Path) -> None:
     report = json.loads((int4 / "parity.json").read_text())
     assert report["passed"] is True
-    by_method = {rung["method"]: rung for rung in report["decodes"]}
+    by_method = {check["method"]: check for check in report["decodes"]}
     assert set(by_method) == {"greedy", "beam 4", "batch invariance", "recorded texts"}
     greedy = by_method["greedy"]
     assert greedy["must_be_exact"] is False
@@ -95,7 +95,7 @@ def test_verify_needs_the_model_that_it_was_made_from(int4: Path) -> None:
     assert result.stderr == f"error: {int4}: holds int4 weights and no model to compare with; {remedy}\n"
     report = verify_bundle(int4, against=DATES, config=VerifyConfig(samples=8))
     assert report.passed
-    assert {rung.stage for rung in report.numbers} == {"eager float64", "eager cached", "ort contrib"}
+    assert {check.stage for check in report.numbers} == {"eager float64", "eager cached", "ort contrib"}
     assert report.numbers[-1].tolerance == 0.5
 
 

@@ -197,7 +197,7 @@ def choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
     return form
 
 
-def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
+def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
     """Open every decoder variant that the device runs, by name."""
     forms: list[Form | None] = [None]
     if graphs.spec.has_decoder:

@@ -59,7 +59,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
     )
 
 
-def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
+def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
     """Yield the session of a bundle's engine for verification."""
     if graphs.bundle is None:
         raise BackendError("trt: engines are built from a bundle, and here are graphs alone")
