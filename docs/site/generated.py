@@ -1,7 +1,8 @@
 """A hook of MkDocs that fills reference pages from the code.
 
 `<!-- settings: MODULE:CLASS -->` becomes a table of a configuration's fields, `<!-- http -->` the endpoints and the
-schemas of the server, and `<!-- commands -->` the help of every command.
+schemas of the server, `<!-- commands -->` the help of every command, `<!-- layouts -->` the built-in layouts, and
+`<!-- switches -->` the values of the switches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import click
 
 from tfexport.cli import main
 from tfexport.config import Ge, Gt, Le, Lt, Setting, settings
+from tfexport.importing.layout.layout import builtin_layouts
+from tfexport.nn.switches import SWITCHES
 from tfexport.serve.app import build_app
 from tfexport.serve.config import HttpConfig
 
@@ -25,7 +28,8 @@ SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks of a page."""
     markdown = re.sub(r"<!-- settings: (\S+):(\S+) -->", lambda mark: _settings(mark[1], mark[2]), markdown)
-    for mark, lines in (("<!-- commands -->", _commands), ("<!-- http -->", _http)):
+    for lines in (_commands, _http, _layouts, _switches):
+        mark = f"<!-- {lines.__name__[1:]} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, "\n".join(lines()))
     return markdown
@@ -49,6 +53,19 @@ def _commands() -> Iterator[str]:
     for name, command in sorted(main.commands.items()):
         context = click.Context(command, info_name=f"tfexport {name}", terminal_width=100)
         yield f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
+
+
+def _layouts() -> Iterator[str]:
+    yield "| name | code and particulars |\n|---|---|"
+    for name, layout in sorted(builtin_layouts().items()):
+        yield f"| `{name}` | {layout.about} |"
+
+
+def _switches() -> Iterator[str]:
+    yield "| switch | values | default |\n|---|---|---|"
+    for name, switch in SWITCHES.items():
+        values = switch.values.__name__ if isinstance(switch.values, type) else ", ".join(switch.values)
+        yield f"| `{name}` | {values} | {'required' if switch.default is None else f'`{switch.default}`'} |"
 
 
 def _http() -> Iterator[str]:
