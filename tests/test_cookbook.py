@@ -8,20 +8,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.integrations.triton.server import PYTHON, Triton, triton
 from tests.test_docs import Block, blocks, same, sessions
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGE = ROOT / "docs" / "guides" / "cookbook.md"
 PATIENCE_S = 600.0
-STAYS = re.compile(r"tfexport serve |uvicorn |python -m http\.server |tritonserver ")
-IS_UP = re.compile(r"ready after|startup complete|Serving HTTP")
+STAYS = re.compile(r"tfexport serve |uvicorn ")
+IS_UP = re.compile(r"ready after|startup complete")
 
 
 def stories() -> dict[str, list[Block]]:
@@ -64,14 +63,6 @@ def in_another_terminal(command: str, place: Path, environment: dict[str, str]) 
             process.communicate(timeout=PATIENCE_S)
 
 
-def in_triton(repository: Path, work: Path) -> AbstractContextManager[Triton]:
-    """Run a Triton server where there is one for tests; else the story ends here."""
-    if not PYTHON.exists():
-        pytest.skip("the rest of the story needs a Triton server: scripts/triton-tests installs one")
-    work.mkdir()
-    return triton(work, repository)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
 def test_a_story_goes_as_it_is_told(name: str, tmp_path: Path) -> None:
@@ -100,13 +91,8 @@ def test_a_story_goes_as_it_is_told(name: str, tmp_path: Path) -> None:
                 continue
             for command, shown in sessions(block):
                 here = command.replace("localhost:8000", f"localhost:{port}")
-                if command.startswith("tritonserver "):
-                    server = servers.enter_context(in_triton(tmp_path / command.split()[-1], tmp_path / "triton"))
-                    port = server.http.rpartition(":")[2]
-                    continue
                 if STAYS.search(command):
-                    here = here.replace(" 8000", f" {port}") if "http.server" in here else f"{here} --port {port}"
-                    servers.enter_context(in_another_terminal(here, tmp_path, environment))
+                    servers.enter_context(in_another_terminal(f"{here} --port {port}", tmp_path, environment))
                     continue
                 done = subprocess.run(
                     ["bash", "-euo", "pipefail", "-c", here],
