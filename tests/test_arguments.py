@@ -153,7 +153,7 @@ def test_a_warm_up_is_pairs_within_the_model(dates_aligned: Path) -> None:
     assert str(
         refused.value
     ) == f"load: warm_up has (0, 8), {expected}; warm_up has (1, 8, 2), {expected}; warm_up " + (f"has 5, {expected}")
-    with pytest.raises(InputError, match="warm-up: 999 source tokens, the limit is 64; ask for less"):
+    with pytest.raises(InputError, match="warm-up: source_len is 999, the limit is 64; lower it"):
         tfexport.load(dates_aligned, warm_up=[(1, 999)])
     with tfexport.load(dates_aligned, warm_up=[(3, 9)], threads=1) as warm:
         assert warm.generate([TEXT])[0].text == "1989-07-14"

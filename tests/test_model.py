@@ -79,13 +79,13 @@ def test_ids_come_as_generate_ids_gives_them(model: Model) -> None:
 
 def test_a_stream_says_where_its_beams_come_from(model: Model) -> None:
     own = Model(model.session, model.tokenizer, GenerationDefaults(num_beams=3))
-    wanted = "num_beams is 3 by the model's own default, but tokens can only be handed out as they come for one; set it"
+    wanted = r"num_beams is 3 \(the model's default\), expected 1 for a stream; set it to 1"
     for begin in (lambda **options: own.stream(TEXT, **options), lambda **options: own.stream_ids([5, 6], **options)):
         with pytest.raises(InputError, match=wanted):
             begin()
-        with pytest.raises(InputError, match="num_beams is 2, but"):
+        with pytest.raises(InputError, match="num_beams is 2, expected 1"):
             begin(num_beams=2)
-        with pytest.raises(InputError, match="num_beams is 3, but"):
+        with pytest.raises(InputError, match="num_beams is 3, expected 1"):
             begin(config=DecodeConfig(num_beams=3))
     assert "".join(own.stream(TEXT, num_beams=1)) == "1989-07-14"
 

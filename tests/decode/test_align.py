@@ -134,14 +134,14 @@ def test_bad_pairs_are_named() -> None:
     with pytest.raises(InputError, match=r"pair 2: the target is empty.*; pair 3: the target has 21 tokens") as caught:
         align(session, [[5], [5], [5]], [[3] * LENGTH, [], [3] * (LENGTH + 1)])
     assert caught.value.indices == (1, 2)
-    with pytest.raises(InputError, match="align: 2 targets for 1 sources; give one each"):
+    with pytest.raises(InputError, match="align: got 2 targets for 1 sources; give one each"):
         align(session, [[5]], [[3], [4]])
     with pytest.raises(InputError, match="batch_size is 0"):
         align(session, [[5]], [[3]], batch_size=0)
 
 
 def test_what_cannot_align_says_what_can() -> None:
-    with pytest.raises(ConfigError, match="backend scripted gives no attention; use --backend ort or eager"):
+    with pytest.raises(ConfigError, match="backend scripted cannot return attention; use backend ort or eager"):
         align(ScriptedSession(5, table(5, {})), [[5]], [[3]])
     with pytest.raises(ConfigError, match="exported without alignment; export it again with --alignment LAYER"):
         align(EagerSession(TORCH.ours), [[5]], [[3]])

@@ -87,7 +87,7 @@ def test_prefixes(session: ScriptedSession) -> None:
     assert "1 prefixes for 2 texts" in refusal(session, [[5], [6]], DecodeConfig(), prefixes=[[3]])
     assert "decode: prefix has 12, expected ids 0 to 11" in refusal(session, [[5]], DecodeConfig(), prefixes=[[12]])
     message = refusal(session, [[5], [6]], DecodeConfig(max_length=4), prefixes=[[3], [3, 4, 5]])
-    assert message == "decode: text 2: max_length 4 leaves no token behind a prefix of 3; raise max_length"
+    assert message == "decode: text 2: max_length 4 leaves no token after a prefix of 3; raise max_length"
 
 
 def test_settings_that_the_model_cannot_take(session: ScriptedSession) -> None:
@@ -95,7 +95,7 @@ def test_settings_that_the_model_cannot_take(session: ScriptedSession) -> None:
     message = refusal(session, [[5]], config)
     for name, token in (("suppress_tokens", 12), ("bad_words_ids", 13), ("bad_words_ids", 14), ("eos_token_id", 15)):
         assert f"{name} has {token}, expected below the vocabulary of 12" in message
-    assert "num_beams 7 needs a vocabulary of 14, it has 12; lower num_beams to 6" in message
+    assert "num_beams is 7, which needs a vocabulary of 14, but it has 12; lower num_beams to 6" in message
     assert "batch_size is 0" in refusal(session, [[5]], DecodeConfig(), batch_size=0)
 
 

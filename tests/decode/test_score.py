@@ -108,7 +108,7 @@ def test_every_bad_pair_is_named() -> None:
         "score: pair 2: the source is empty, expected one token or more; "
         "pair 3: target has 12, expected ids 0 to 11; "
         "pair 4: target has True, expected ids 0 to 11; "
-        "pair 5: the target has 17 tokens with its end, the limit is 16; shorten it, "
+        "pair 5: the target has 17 tokens including the end token, the limit is 16; shorten it, "
         "or export with a larger --max-target-length if the model allows it; "
         "pair 6: the source has 17 tokens, the limit is 16; shorten it, "
         "or export with a larger --max-source-length if the model allows it"
@@ -116,14 +116,14 @@ def test_every_bad_pair_is_named() -> None:
     assert error.value.indices == (1, 2, 3, 4, 5)
     with pytest.raises(InputError, match="score: the target is empty, expected one token or more"):
         score(session, [[3]], [[]], add_eos=False)
-    with pytest.raises(InputError, match="the target has 3 tokens behind a prefix of 14 with its end, the limit is 2;"):
+    with pytest.raises(InputError, match="the target has 3 tokens after a prefix of 14 including the end token, the"):
         score(session, [[3]], [[4, 4]], prefixes=[[4] * 14])
     with pytest.raises(InputError, match="score: prefix has -1"):
         score(session, [[3]], [[4]], prefixes=[[-1]])
     with pytest.raises(InputError, match="score: start has 12, expected ids 0 to 11") as error:
         score(session, [[3]], [[4]], start=12)
     assert error.value.indices == ()
-    with pytest.raises(InputError, match="2 targets for 1 sources; give one each"):
+    with pytest.raises(InputError, match="got 2 targets for 1 sources; give one each"):
         score(session, [[3]], [[4], [5]])
     with pytest.raises(InputError, match="0 prefixes for 1 sources; give one each"):
         score(session, [[3]], [[4]], prefixes=[])
@@ -137,7 +137,9 @@ def test_every_bad_pair_is_named() -> None:
 def test_a_backend_that_ranks_too_few_tokens_is_refused() -> None:
     session = ScriptedSession(VOCAB, drawn(VOCAB))
     session.limits = dataclasses.replace(session.limits, candidates=Limit(4, "build for {number}"))
-    with pytest.raises(InputError, match=r"ranks 4 of 12 tokens; use backend ort or eager, or build for 12$"):
+    with pytest.raises(
+        InputError, match=r"best 4 of 12 tokens, not all; use backend ort or eager, or build for 12$"
+    ):
         score(session, [[3]], [[4]])
 
 

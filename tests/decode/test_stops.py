@@ -123,7 +123,7 @@ def test_time_is_a_text_s_own(num_beams: int) -> None:
 
 
 def test_strings_need_a_tokenizer() -> None:
-    with pytest.raises(InputError, match="stop_strings need a tokenizer, and there is none; use eos_token_id"):
+    with pytest.raises(InputError, match="stop_strings need a tokenizer, but this bundle has none; use eos_token_id"):
         decode(ScriptedSession(12, drawn(12)), [[3]], DecodeConfig(stop_strings="a"))
 
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_put_into_words_names_its_text(options: dict[str, Any]) -
 
     session = ScriptedSession(12, drawn(12))
     config = DecodeConfig(stop_strings="a", **options)
-    with pytest.raises(BackendError, match="decode: text 1 could not be put into words to look for stop") as caught:
+    with pytest.raises(BackendError, match="decode: the tokens of text 1 cannot be decoded to find stop") as caught:
         decode(session, [[3], [4]], config, text_of=broken, batch_size=1)
     assert caught.value.indices == (0,)
     assert isinstance(caught.value.__cause__, KeyError)

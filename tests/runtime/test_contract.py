@@ -439,7 +439,7 @@ def test_rows_that_compute_nan_harm_nobody(make_session: MakeSession) -> None:
     ]
     found = joining(session, [*sound, *spoilt], 5, places=4)
     assert not differing({text: found[text] for text in expected}, expected)
-    assert all("gave NaN or infinite logits" in str(found[request.text]) for request in spoilt)
+    assert all("returned NaN or infinite logits" in str(found[request.text]) for request in spoilt)
 
 
 def test_an_encoder_alone_gives_hidden_states(make_session: MakeSession) -> None:

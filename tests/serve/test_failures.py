@@ -165,7 +165,7 @@ async def test_a_tokenizer_that_fails_at_stop_strings_ends_its_own_request_alone
         monkeypatch.setattr(Tokenizer, "decode", broken)
         others = [engine.submit(text, **kind) for text, kind in asked]  # type: ignore[arg-type]
         failing = engine.submit(texts[0], stop_strings="-0", **({"prefix": "9"} | options))
-        with pytest.raises(BackendError, match="the text could not be put into words to look for stop strings: Value"):
+        with pytest.raises(BackendError, match="the tokens of the text cannot be decoded to find stop strings: Value"):
             await failing
         assert [text_of(await one) for one in others] == expected
         await until(lambda: is_idle(engine))

@@ -15,95 +15,53 @@ from typing import NamedTuple
 import numpy as np
 
 from tfexport.contract import ModelSpec
-from tfexport.decode._history import History
-from tfexport.decode._processors import Processors
-from tfexport.decode._search import Outcome, Taken, is_broken, not_a_number, nothing_left, repaired
+from tfexport.decode._search import Outcome, Search, is_broken, nan_error, no_token_error, repaired
 from tfexport.decode.request import Request
-from tfexport.decode.result import FinishReason, Hypothesis, finish_reason
-from tfexport.decode.stops import Stops
+from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, rows_of
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 
 
 class Extensions(NamedTuple):
-    """The best extensions of each source's beams by one token, best first.
+    """The best extensions of each source by one token, best first, [sources, num]."""
 
-    Attributes:
-        rows: the extended row, int64 [sources, num].
-        token_ids: the new token, int64 [sources, num].
-        log_probs: Σ log p, float32 [sources, num].
-    """
-
-    rows: Ids
-    token_ids: Ids
-    log_probs: Floats
-
-    def first(self, num: int) -> Extensions:
-        return Extensions(self.rows[:, :num], self.token_ids[:, :num], self.log_probs[:, :num])
-
-
-class Ended(NamedTuple):
-    """A finished hypothesis, with the start token and the length-penalized score."""
-
-    token_ids: list[int]
-    log_prob: float
-    score: float
-    reason: FinishReason
+    rows: Ids  # the extended rows
+    token_ids: Ids  # the new tokens
+    log_probs: Floats  # Σ log p
 
 
 class Finished:
-    """The num_beams best finished hypotheses of each source, best first.
-
-    Attributes:
-        worst: score of the last of them, float32 [sources]; -inf while there are fewer than num_beams.
-    """
+    """The num_beams best finished hypotheses of each source, best first."""
 
     def __init__(self, num_beams: int) -> None:
-        self.worst: Floats = np.empty(0, np.float32)
+        self.best: list[list[Hypothesis]] = []
+        self.worst: Floats = np.empty(0, np.float32)  # their lowest score; -inf while there are fewer than num_beams
         self._num_beams = num_beams
-        self._ended: list[list[Ended]] = []
 
     def begin(self, sources: int) -> None:
+        self.best += [[] for _ in range(sources)]
         self.worst = np.concatenate((self.worst, np.full(sources, -np.inf, np.float32)))
-        self._ended += [[] for _ in range(sources)]
 
-    def add(self, source: int, ended: Ended) -> None:
+    def add(self, source: int, hypothesis: Hypothesis) -> None:
         """Add a hypothesis if it is among the best; equal scores keep their order."""
-        best = self._ended[source]
-        insort(best, ended, key=lambda one: -one.score)
+        best = self.best[source]
+        insort(best, hypothesis, key=lambda one: -one.score)
         if len(best) >= self._num_beams:
             del best[self._num_beams :]
             self.worst[source] = best[-1].score
 
-    def select(self, kept: Ids) -> None:
+    def keep(self, kept: Ids) -> None:
+        self.best = [self.best[source] for source in kept.tolist()]
         self.worst = self.worst[kept]
-        self._ended = [self._ended[source] for source in kept.tolist()]
-
-    def hypotheses(self, source: int, count: int) -> list[Hypothesis]:
-        return [
-            Hypothesis(
-                token_ids=tuple(ended.token_ids[1:]),
-                score=ended.score,
-                log_prob=ended.log_prob,
-                finish_reason=ended.reason,
-            )
-            for ended in self._ended[source][:count]
-        ]
 
 
-class BeamSearch:
-    """Beam search with num_beams beams per source; the methods are those of `Search`."""
-
-    follows_best = False
+class BeamSearch(Search):
+    """Beam search with num_beams beams per source."""
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        self.width = config.num_beams
-        self.requests: list[Request] = []
-        self.history = History(spec.vocab)
-        self._config, self._processors = config, Processors(config, spec)
-        self._ends, self._stops = self._processors.ends, Stops(config)
-        self.stop_ids = self._processors.stop_ids
+        super().__init__(config, spec)
+        self._config = config
         # `width` beams continue even if each of the best beams ends with each of the end tokens.
         self._num_extensions = (1 + len(self._ends.ids)) * self.width
         # Divisors of the log-probability by length, float32; 0 has no negative powers.
@@ -111,33 +69,31 @@ class BeamSearch:
         self._divisors: Floats = (lengths**config.length_penalty).astype(np.float32)
         self._finished = Finished(self.width)
         self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a missing beam
-        self._num_new: Ids = np.empty(0, np.int64)
-        self._limits: Ids = np.empty(0, np.int64)
         self._steps_left = 0  # until the first source is at its limit
 
     def add(self, requests: Sequence[Request]) -> None:
-        self.requests += requests
-        by_row = [request for request in requests for _ in range(self.width)]
-        self.history.add(request.prompt for request in by_row)
-        self._processors.add(by_row)
+        super().add(requests)
         running = np.full((len(requests), self.width), -np.inf, np.float32)
         running[:, 0] = [request.log_prob for request in requests]
         self._running = np.concatenate((self._running, running))
-        self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
-        self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._finished.begin(len(requests))
-        self._stops.add(requests)
         self._steps_left = int((self._limits - self._num_new).min())
+
+    def keep(self, kept: Ids) -> None:
+        super().keep(kept)
+        self._running = self._running[kept]
+        self._finished.keep(kept)
+        self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
 
     def num_candidates(self) -> int:
         return self._processors.num_candidates(self._num_extensions, self.history)
 
-    def take(self, found: Candidates) -> Taken:
+    def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
         done: dict[int, Outcome] = {}
         broken = is_broken(found)
         if broken is not None:
             for place in np.unique(np.flatnonzero(broken) // self.width).tolist():
-                done[place] = not_a_number(self.requests[place], int(self._num_new[place]))
+                done[place] = nan_error(self.requests[place], int(self._num_new[place]))
             found = repaired(found, broken)
         token_ids, log_probs = self._processors.apply(found, self.history, self._num_new, self._limits)
         best = _extend(self._running, token_ids, log_probs, self._num_extensions)
@@ -154,7 +110,8 @@ class BeamSearch:
         if np.count_nonzero(ends):
             self._finish(best, ends, stopped)
             going = _continue(best, ends)
-        going = going.first(self.width)
+        first = np.s_[:, : self.width]
+        going = Extensions(going.rows[first], going.token_ids[first], going.log_probs[first])
         closed = self._is_settled(going)
         if not self._steps_left:
             closed |= self._num_new == self._limits
@@ -164,29 +121,13 @@ class BeamSearch:
         if np.count_nonzero(closed):
             for place in np.flatnonzero(closed).tolist():
                 request = self.requests[place]
-                hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences)
-                done.setdefault(place, hypotheses or nothing_left(request, int(self._num_new[place]) - 1))
+                hypotheses = self._finished.best[place][: request.config.num_return_sequences]
+                done.setdefault(place, hypotheses or no_token_error(request, int(self._num_new[place]) - 1))
             # Rows of removed sources need not move.
             rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
         self._running, order = going.log_probs, rows.ravel()
         moves = self.history.branch(order, going.token_ids.ravel())
-        return Taken(order if moves else None, done)
-
-    def steps_ahead(self) -> int:
-        return 1  # any step may reorder the beams
-
-    def follow(self, found: Candidates) -> None:
-        raise AssertionError("a beam search takes one step at a time")
-
-    def remove(self, kept: Ids) -> None:
-        self.requests = [self.requests[place] for place in kept.tolist()]
-        rows = rows_of(kept, self.width)
-        self.history.keep(rows)
-        self._processors.keep(rows)
-        self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
-        self._finished.select(kept)
-        self._stops.keep(kept)
-        self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
+        return order if moves else None, done
 
     def _stopped(self, best: Extensions, done: dict[int, Outcome]) -> Mask:
         stopped: Mask = np.zeros(best.rows.shape, np.bool_)
@@ -210,7 +151,8 @@ class BeamSearch:
             places, rows, token_ids, log_probs, scores[better].tolist(), are_stopped, strict=True
         ):
             reason = finish_reason(token, self._ends, is_stopped=at_stop, is_full=full[place])
-            self._finished.add(place, Ended([*self.history.row(row), token], log_prob, score, reason))
+            ids = (*self.history.row(row)[1:], token)
+            self._finished.add(place, Hypothesis(ids, score, log_prob, reason))
 
     def _is_settled(self, going: Extensions) -> Mask:
         # A heuristic unless `early_stopping` is "never": it judges the best beam as if it ended now.

@@ -8,29 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.contract import ModelSpec
-from tfexport.decode._history import History
-from tfexport.decode._processors import Processors
-from tfexport.decode._search import Outcome, Taken, is_broken, not_a_number, nothing_left, repaired
+from tfexport.decode._search import Outcome, Search, is_broken, nan_error, no_token_error, repaired
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
-from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 
 
 class Sampler:
-    """A sampler for the distribution after temperature, top_k and top_p.
+    """Draw tokens with temperature, top_k and top_p.
 
     Each row has its own generator, seeded with (seed, place of the text, sample), and takes one number per token, so
     a draw does not depend on other rows.
-
-    Attributes:
-        wanted: number of best candidates that it draws from.
     """
 
     def __init__(self, config: DecodeConfig, vocab: int) -> None:
-        self.wanted = config.top_k or vocab
+        self.num_candidates = config.top_k or vocab
         self._config = config
         self._generators: list[np.random.Generator] = []
 
@@ -43,15 +37,8 @@ class Sampler:
         self._generators = [self._generators[row] for row in rows.tolist()]
 
     def draw(self, log_probs: Floats) -> tuple[Ids, Floats]:
-        """Draw a candidate for each row.
-
-        Args:
-            log_probs: float32 [rows, num_candidates], best first.
-
-        Returns:
-            Column of the candidate, int64 [rows], and the log-probability that it was drawn with, float32 [rows].
-        """
-        probabilities = distribution(log_probs[:, : self.wanted], self._config)
+        """Draw a candidate for each row; return its column and log-probability."""
+        probabilities = distribution(log_probs[:, : self.num_candidates], self._config)
         cumulative = probabilities.cumsum(1)
         draws = np.array([generator.random() for generator in self._generators])
         columns: Ids = (cumulative > draws[:, None] * cumulative[:, -1:]).argmax(1)
@@ -59,17 +46,11 @@ class Sampler:
 
 
 def distribution(log_probs: Floats, config: DecodeConfig) -> NDArray[np.float64]:
-    """Return the distribution that a sample is drawn from.
+    """Return the probabilities that samples are drawn with, [rows, num_candidates].
 
-    Temperature, top_k and top_p apply in this order, as in Hugging Face `generate`. If candidates are equal at the
-    k-th place, the session chooses: on the CPU those with the lowest ids.
-
-    Args:
-        log_probs: of the top_k best candidates, up to a constant, float32 [rows, num_candidates], best first.
-        config: only temperature and top_p are used.
-
-    Returns:
-        float64 [rows, num_candidates]; each row sums to 1.
+    `log_probs` are those of the top_k best candidates, up to a constant, best first. Temperature, top_k and top_p apply
+    in this order, as in Hugging Face `generate`. If candidates are equal at the k-th place, the session chooses: on the
+    CPU those with the lowest ids.
     """
     scaled = log_probs.astype(np.float64) / config.temperature
     weights = np.exp(scaled - scaled[:, :1])
@@ -83,37 +64,32 @@ def distribution(log_probs: Floats, config: DecodeConfig) -> NDArray[np.float64]
     return probabilities
 
 
-class GreedySearch:
-    """Greedy search or sampling, with one row per source; see `Search`."""
-
-    width = 1
+class GreedySearch(Search):
+    """Greedy search or sampling, with one row per source."""
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        self.requests: list[Request] = []
-        self.history = History(spec.vocab)
-        self._processors = Processors(config, spec)
-        self._ends, self.stop_ids = self._processors.ends, self._processors.stop_ids
-        self._stops, self._is_stopped = Stops(config), np.empty(0, np.bool_)
+        super().__init__(config, spec)
         self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
-        self._options = [option for option in (self._processors, self._stops, self._sampler) if option]
-        self._num_new: Ids = np.empty(0, np.int64)
-        self._limits: Ids = np.empty(0, np.int64)
+        self._is_stopped = np.empty(0, np.bool_)
         self._totals = np.empty(0)  # Σ log p in float64
         self._failed: dict[int, Outcome] = {}
 
     def add(self, requests: Sequence[Request]) -> None:
-        self.requests += requests
-        self.history.add(request.prompt for request in requests)
-        self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
-        self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
+        super().add(requests)
         self._totals = np.concatenate((self._totals, [request.log_prob for request in requests]))
-        for option in self._options:
-            option.add(requests)
+        if self._sampler:
+            self._sampler.add(requests)
+
+    def keep(self, kept: Ids) -> None:
+        super().keep(kept)
+        self._totals = self._totals[kept]
+        if self._sampler:
+            self._sampler.keep(kept)
 
     def num_candidates(self) -> int:
-        return self._processors.num_candidates(self._sampler.wanted if self._sampler else 1, self.history)
+        return self._processors.num_candidates(self._sampler.num_candidates if self._sampler else 1, self.history)
 
-    def take(self, found: Candidates) -> Taken:
+    def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
         broken = is_broken(found)
         if broken is not None:
             self._fail(broken, self._num_new)
@@ -123,7 +99,7 @@ class GreedySearch:
         # A list is the fastest to search for a few numbers.
         if -np.inf in best.tolist():
             for row in np.flatnonzero(best == -np.inf).tolist():
-                self._failed.setdefault(row, nothing_left(self.requests[row], int(self._num_new[row])))
+                self._failed.setdefault(row, no_token_error(self.requests[row], int(self._num_new[row])))
             log_probs = np.where(best[:, None] == -np.inf, np.float32(0), log_probs)
         if self._sampler:
             columns, chosen = self._sampler.draw(log_probs)
@@ -137,7 +113,7 @@ class GreedySearch:
         if self._stops.are_set:
             self._is_stopped = self._stopped()
             ended |= self._is_stopped | self._stops.are_late()
-        return Taken(None, self._outcomes(ended))
+        return None, self._outcomes(ended)
 
     @property
     def follows_best(self) -> bool:
@@ -158,16 +134,9 @@ class GreedySearch:
         self._totals = np.concatenate((self._totals[None], log_probs)).cumsum(0)[-1]
         self._num_new += len(token_ids)
 
-    def remove(self, kept: Ids) -> None:
-        self.requests = [self.requests[place] for place in kept.tolist()]
-        self.history.keep(kept)
-        self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]
-        for option in self._options:
-            option.keep(kept)
-
     def _fail(self, broken: Mask, num_new: Ids) -> None:
         for row in np.flatnonzero(broken).tolist():
-            self._failed.setdefault(row, not_a_number(self.requests[row], int(num_new[row])))
+            self._failed.setdefault(row, nan_error(self.requests[row], int(num_new[row])))
 
     def _stopped(self) -> Mask:
         stopped: Mask = np.zeros(len(self.requests), np.bool_)

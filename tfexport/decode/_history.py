@@ -13,18 +13,11 @@ FIRST_ROOM = 128
 
 
 class History:
-    """Start token, prefix and generated tokens of every row.
-
-    Attributes:
-        lengths: number of tokens of each row, int64 [rows].
-        newest: last token of each row, int64 [rows].
-        longest: number of tokens of the longest row.
-    """
+    """Start token, prefix and generated tokens of every row; `fill` pads short rows."""
 
     def __init__(self, fill: int) -> None:
-        """Create a history without rows; `fill` pads short rows."""
-        self.lengths: Ids = np.empty(0, np.int64)
-        self.newest: Ids = np.empty(0, np.int64)
+        self.lengths: Ids = np.empty(0, np.int64)  # tokens of each row
+        self.newest: Ids = np.empty(0, np.int64)  # last token of each row
         self._fill = fill
         self._tokens: Ids = np.full((0, FIRST_ROOM), fill, np.int64)
         self._measure()
@@ -66,10 +59,9 @@ class History:
         self.longest += count
 
     def branch(self, rows: Ids, token_ids: Ids) -> bool:
-        """Continue row rows[r] with a token as row r; all rows are equally long.
+        """Continue row rows[r] as row r; return whether any row continues another row.
 
-        Returns:
-            Whether any row continues another row.
+        All rows are equally long.
         """
         moves = rows.tobytes() != self._in_place  # the fastest comparison of a few numbers
         if moves:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -26,39 +27,29 @@ FEW = 16
 
 
 class Rows(NamedTuple):
-    """The rows of a step.
-
-    Attributes:
-        history: start token, prefix and generated tokens.
-        num_new: number of tokens that each source has generated, int64 [sources].
-        limits: most tokens that each source may generate, int64 [sources].
-        width: rows of a source.
-    """
+    """The rows of a step."""
 
     history: History
-    num_new: Ids
-    limits: Ids
-    width: int
+    num_new: Ids  # tokens that each source has generated, [sources]
+    limits: Ids  # most tokens that each source may generate, [sources]
+    width: int  # rows of a source
 
 
 class Processor:
-    """One decoding option for the rows of one search; by default without effect.
+    """One decoding option for the rows of one search; by default without effect."""
 
-    Attributes:
-        takes_logits: whether it processes logits if there are no beams; otherwise always log-probabilities.
-        leaves_best: whether the best token stays the best, unless it is one of `stop_ids`.
-        stop_ids: tokens that end steps taken at once if they are the best.
-    """
-
-    takes_logits: ClassVar[bool] = True
-    leaves_best: bool = False
-    stop_ids: frozenset[int] = frozenset()
+    takes_logits: ClassVar[bool] = True  # if there are no beams; otherwise always log-probabilities
+    leaves_best: bool = False  # whether the best token stays the best, unless it is one of `stop_ids`
+    stop_ids: frozenset[int] = frozenset()  # tokens that end steps taken at once if they are the best
+    requests: tuple[Request, ...] = ()  # of each row
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append a row for each request."""
+        self.requests = (*self.requests, *requests)
 
     def keep(self, rows: Ids) -> None:
         """Remove all rows except `rows`, int64 [new rows]."""
+        self.requests = tuple(self.requests[row] for row in rows.tolist())
 
     def num_candidates(self, wanted: int, history: History) -> int:
         """Return how many candidates `apply` needs to return the `wanted` best."""
@@ -67,32 +58,21 @@ class Processor:
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         """Change the scores of candidates and sort them again.
 
-        Args:
-            rows: with the history that was passed to `num_candidates`.
-            token_ids: int64 [rows, num_candidates].
-            scores: logits or log-probabilities, float32 [rows, num_candidates].
-
-        Returns:
-            Ids and scores, best first, equal scores in order of id. Banned tokens have the score -inf.
+        `rows` has the history that was passed to `num_candidates`. Ids and scores, which are logits or
+        log-probabilities, are [rows, num_candidates], best first, equal scores in order of id. Banned tokens get -inf.
         """
         return token_ids, scores
 
 
 class Processors:
-    """The processors of one configuration for the rows of one search.
-
-    Attributes:
-        ends: tokens that end a text.
-        stop_ids: tokens that end steps taken at once if they are the best.
-    """
+    """The processors of one configuration for the rows of one search."""
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        self.ends = Ends(config.ends(spec.tokens.eos))
-        found = list(_processors(config, self.ends, spec.vocab))
-        self._all, self._vocab = found, spec.vocab
-        self._on_logits = [processor for processor in found if processor.takes_logits and config.num_beams == 1]
-        self._on_log_probs = [processor for processor in found if processor not in self._on_logits]
-        self.stop_ids = frozenset(self.ends.ids).union(*(processor.stop_ids for processor in found))
+        self.ends, self._vocab = Ends(config.ends(spec.tokens.eos)), spec.vocab
+        self._all = list(_processors(config, self.ends, spec.vocab))
+        self._on_logits = [processor for processor in self._all if processor.takes_logits and config.num_beams == 1]
+        self._on_log_probs = [processor for processor in self._all if processor not in self._on_logits]
+        self.stop_ids = frozenset(self.ends.ids).union(*(processor.stop_ids for processor in self._all))
 
     @property
     def leave_best(self) -> bool:
@@ -113,11 +93,7 @@ class Processors:
         return min(wanted, self._vocab)
 
     def apply(self, found: Candidates, history: History, num_new: Ids, limits: Ids) -> tuple[Ids, Floats]:
-        """Process at least the number of candidates that `num_candidates` returned.
-
-        Returns:
-            Ids and log-probabilities [rows, candidates], best first, equal ones in order of id; -inf for bans.
-        """
+        """Process at least `num_candidates` candidates; return log-probabilities."""
         token_ids, log_probs = found.token_ids, found.log_probs
         if self._all:
             rows = Rows(history, num_new, limits, len(token_ids) // num_new.size)
@@ -147,9 +123,13 @@ class _Membership:
         return found
 
 
+def _sorted(token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+    order, rows = np.lexsort((token_ids, -scores)), np.arange(len(scores))[:, None]
+    return token_ids[rows, order], scores[rows, order]
+
+
 def _ban(banned: Mask, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-    # The other candidates are in order already.
-    if not np.count_nonzero(banned):
+    if not np.count_nonzero(banned):  # the candidates are in order already
         return token_ids, scores
     order, rows = banned.argsort(1, kind="stable"), np.arange(len(banned))[:, None]
     return token_ids[rows, order], np.where(banned, -np.inf, scores)[rows, order]
@@ -165,9 +145,7 @@ class _RepetitionPenalty(Processor):
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         penalized = np.where(scores < 0, scores * self._penalty, scores / self._penalty)
-        scores = np.where(self._contains(rows.history.tokens, token_ids), penalized, scores)
-        order, row = np.lexsort((token_ids, -scores)), np.arange(len(scores))[:, None]
-        return token_ids[row, order], scores[row, order]
+        return _sorted(token_ids, np.where(self._contains(rows.history.tokens, token_ids), penalized, scores))
 
 
 class _BannedCompletions(Processor):
@@ -201,41 +179,28 @@ class _NoRepeatNgram(_BannedCompletions):
         return _next_of_ngrams(history.tokens, history.lengths, history, self._size, self._vocab)
 
 
-class _EncoderNoRepeatNgram(_BannedCompletions):
-    def __init__(self, size: int, vocab: int) -> None:
-        super().__init__(vocab)
-        self._size, self._sources = size, list[Sequence[int]]()
-
-    def add(self, requests: Sequence[Request]) -> None:
-        self._sources += [request.source_ids for request in requests]
-
-    def keep(self, rows: Ids) -> None:
-        self._sources = [self._sources[row] for row in rows.tolist()]
-
+class _EncoderNoRepeatNgram(_NoRepeatNgram):
     def completions(self, history: History) -> list[Ids]:
-        tokens, is_token = pad_right(self._sources, self._vocab)
+        tokens, is_token = pad_right([request.source_ids for request in self.requests], self._vocab)
         # If the source has a larger vocabulary, its other ids ban nothing.
         return _next_of_ngrams(tokens.clip(max=self._vocab), is_token.sum(1), history, self._size, self._vocab)
 
 
 class _BadWords(_BannedCompletions):
-    """Bans the last token of a sequence of two or more after its other tokens."""
+    """Bans the last token of a sequence after its other tokens."""
 
     def __init__(self, words: Iterable[Sequence[int]], vocab: int) -> None:
         super().__init__(vocab)
-        by_length: dict[int, list[Sequence[int]]] = {}
-        for word in words:
-            by_length.setdefault(len(word), []).append(word)
-        self._words = [np.array(alike, np.int64) for alike in by_length.values()]
+        by_length = groupby(sorted(words, key=len), len)
+        self._words = [np.array(list(group), np.int64) for _, group in by_length]
 
     def completions(self, history: History) -> list[Ids]:
         found = []
         for words in self._words:
-            begun, last = words[:, :-1], words[:, -1]
-            size = begun.shape[1]
-            matches = (_newest(history, size)[:, None] == begun).all(-1) & (history.lengths >= size)[:, None]
+            size = words.shape[1] - 1
+            matches = (_newest(history, size)[:, None] == words[:, :-1]).all(-1) & (history.lengths >= size)[:, None]
             if matches.any():
-                found.append(np.where(matches, last, self._vocab))
+                found.append(np.where(matches, words[:, -1], self._vocab))
         return found
 
 
@@ -302,21 +267,14 @@ class _PrefixBias(Processor):
     takes_logits = False
 
     def __init__(self, beta: float, vocab: int) -> None:
-        self._beta, self._vocab, self._kept = beta, vocab, 0
-        self._prefixes: list[Sequence[int]] = []
+        self._beta, self._vocab, self._num_candidates = beta, vocab, 0
         self._next_ids: Ids = np.empty(0, np.int64)
         self.leaves_best = True  # unless a row of the last `num_candidates` follows its prefix
 
-    def add(self, requests: Sequence[Request]) -> None:
-        self._prefixes += [request.biased_prefix for request in requests]
-
-    def keep(self, rows: Ids) -> None:
-        self._prefixes = [self._prefixes[row] for row in rows.tolist()]
-
     def num_candidates(self, wanted: int, history: History) -> int:
         self.leaves_best = True
-        if min(history.lengths.tolist()) < max(map(len, self._prefixes)):
-            self._next_ids, self._kept = self._find_next(history), wanted + 1
+        if min(history.lengths.tolist()) < max(len(request.biased_prefix) for request in self.requests):
+            self._next_ids, self._num_candidates = self._find_next(history), wanted + 1
             self.leaves_best = not (self._next_ids >= 0).any()
         # The token of the prefix may be the worst of all.
         return wanted if self.leaves_best else self._vocab
@@ -326,16 +284,15 @@ class _PrefixBias(Processor):
             return token_ids, scores
         follows = self._next_ids >= 0
         # The token of the prefix counts even if it is banned.
-        order = (token_ids != self._next_ids[:, None]).argsort(1, kind="stable")[:, : self._kept]
+        order = (token_ids != self._next_ids[:, None]).argsort(1, kind="stable")[:, : self._num_candidates]
         token_ids, log_probs = np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
         log_probs[follows] += np.float32(math.log1p(-self._beta))
         log_probs[follows, 0] = np.logaddexp(log_probs[follows, 0], np.float32(math.log(self._beta)))
-        order = np.lexsort((token_ids, -log_probs))
-        return np.take_along_axis(token_ids, order, 1), np.take_along_axis(log_probs, order, 1)
+        return _sorted(token_ids, log_probs)
 
     def _find_next(self, history: History) -> Ids:
         """Return the next token of each row's prefix; -1 if the row does not follow it."""
-        prefixes, is_token = pad_right(self._prefixes, self._vocab)
+        prefixes, is_token = pad_right([request.biased_prefix for request in self.requests], self._vocab)
         width, lengths = min(prefixes.shape[1], history.longest), history.lengths
         is_generated = np.arange(width) < lengths[:, None]
         is_equal = (prefixes[:, :width] == history.tokens[:, :width]) | ~is_generated
@@ -368,7 +325,7 @@ class _ForcedEnd(Processor):
 
 
 def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Processor]:
-    """Yield the processors of the given options in the order they apply."""
+    """Yield the processors that the options need, in the order they apply."""
     if config.repetition_penalty != 1:
         yield _RepetitionPenalty(config.repetition_penalty, vocab)
     if config.no_repeat_ngram_size:

@@ -1,84 +1,85 @@
-"""Define the interface between a search and the decoding loop."""
+"""Define what greedy search and beam search have in common."""
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from tfexport.contract import ModelSpec
 from tfexport.decode._history import History
+from tfexport.decode._processors import Processors
 from tfexport.decode.request import Request
 from tfexport.decode.result import Ends, Hypothesis, finish_reason
 from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Ids, Mask
+from tfexport.runtime.session import Candidates, Ids, Mask, rows_of
 
 Outcome = list[Hypothesis] | TfexportError
 
 
-class Taken(NamedTuple):
-    """The result of a step of a search.
+class Search(ABC):
+    """Sources with the same options, each of its own length."""
 
-    Attributes:
-        rows: for each row the row that it continues, int64 [rows]; None if every row continues itself.
-        done: outcomes of the finished sources by their place in the search; the caller has to remove them.
-    """
+    def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
+        self.width = config.num_beams  # rows of a source
+        self.requests: list[Request] = []  # the sources, by place
+        self.history = History(spec.vocab)
+        self._processors, self._stops = Processors(config, spec), Stops(config)
+        self._ends, self.stop_ids = self._processors.ends, self._processors.stop_ids
+        self._num_new: Ids = np.empty(0, np.int64)
+        self._limits: Ids = np.empty(0, np.int64)
 
-    rows: Ids | None
-    done: dict[int, Outcome]
+    def add(self, requests: Sequence[Request]) -> None:
+        """Append sources."""
+        self.requests += requests
+        by_row = [request for request in requests for _ in range(self.width)]
+        self.history.add(request.prompt for request in by_row)
+        self._processors.add(by_row)
+        self._stops.add(requests)
+        self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
+        self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
 
-
-class Search(Protocol):
-    """Sources with the same options, each of its own length.
-
-    Attributes:
-        width: rows of a source.
-        requests: the sources, by place.
-        history: start token, prefix and generated tokens of each row.
-        stop_ids: tokens that end steps taken at once if they are the best.
-    """
-
-    width: int
-    requests: list[Request]
-    history: History
-    stop_ids: frozenset[int]
+    def keep(self, kept: Ids) -> None:
+        """Remove all sources except `kept`, in this order, int64 [new sources]."""
+        self.requests = [self.requests[place] for place in kept.tolist()]
+        rows = rows_of(kept, self.width)
+        self.history.keep(rows)
+        self._processors.keep(rows)
+        self._stops.keep(kept)
+        self._num_new, self._limits = self._num_new[kept], self._limits[kept]
 
     @property
     def follows_best(self) -> bool:
         """Whether rows continue with the best token, unless it is one of `stop_ids`."""
-        ...
+        return False
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Append sources."""
-        ...
-
+    @abstractmethod
     def num_candidates(self) -> int:
         """Return how many of the best next tokens of each row `take` needs, 1 … vocab."""
-        ...
 
-    def take(self, found: Candidates) -> Taken:
-        """Extend the rows, given at least `num_candidates` candidates of each."""
-        ...
+    @abstractmethod
+    def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
+        """Extend the rows, given at least `num_candidates` candidates of each.
+
+        Returns:
+            For each row the row that it continues, int64 [rows], or None if every row continues itself; and the
+            outcomes of the finished sources by place, which the caller has to remove.
+        """
 
     def steps_ahead(self) -> int:
         """Return how many greedy steps may be taken at once, at least 1."""
-        ...
+        return 1
 
     def follow(self, found: Candidates) -> None:
         """Take steps in which each row continued with its best token and no text ended.
 
-        Args:
-            found: candidates with an additional first axis: [steps, rows, …].
+        `found` has an additional first axis: [steps, rows, …].
         """
-        ...
-
-    def remove(self, kept: Ids) -> None:
-        """Remove all sources except `kept`, in this order, int64 [new sources]."""
-        ...
+        raise NotImplementedError
 
 
 # Options that may differ between the requests of one search.
@@ -103,12 +104,10 @@ def settings(config: DecodeConfig) -> tuple[object, ...]:
 def is_broken(found: Candidates) -> Mask | None:
     """Return which rows have NaN or infinite numbers; None if no row does."""
     # For a few numbers, `any` and `all` take three times as long as counting.
-    log_normalizer = found.log_normalizer
-    if np.count_nonzero(np.isfinite(log_normalizer)) == log_normalizer.size and not np.count_nonzero(
-        np.isnan(found.logits)
-    ):
+    is_nan, is_finite = np.isnan(found.logits), np.isfinite(found.log_normalizer)
+    if np.count_nonzero(is_finite) == is_finite.size and not np.count_nonzero(is_nan):
         return None
-    broken: Mask = np.isnan(found.logits).any(-1) | ~np.isfinite(log_normalizer)
+    broken: Mask = is_nan.any(-1) | ~is_finite
     return broken
 
 
@@ -121,16 +120,16 @@ def repaired(found: Candidates, broken: Mask) -> Candidates:
     )
 
 
-def not_a_number(request: Request, num_new: int) -> BackendError:
+def nan_error(request: Request, num_new: int) -> BackendError:
     """Return the error for a text with NaN or infinite logits."""
     return BackendError(
-        f"decode: the model gave NaN or infinite logits for {request.name} at new token {num_new + 1}; "
+        f"decode: the model returned NaN or infinite logits for {request.name} at new token {num_new + 1}; "
         "check its weights, or export with --precision fp32",
         indices=[request.text],
     )
 
 
-def nothing_left(request: Request, num_new: int) -> InputError:
+def no_token_error(request: Request, num_new: int) -> InputError:
     """Return the error for a text whose every next token is banned."""
     return InputError(
         f"decode: {request.name} has no token to choose from after {num_new} new ones; "
@@ -139,7 +138,7 @@ def nothing_left(request: Request, num_new: int) -> InputError:
     )
 
 
-def forced_alone(request: Request, spec: ModelSpec) -> Outcome:
+def forced_outcome(request: Request, spec: ModelSpec) -> Outcome:
     """Return the outcome of a text that consists of its forced tokens."""
     ends, ids = Ends(request.config.ends(spec.tokens.eos)), request.prompt[1:]
     try:

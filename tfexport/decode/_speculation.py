@@ -19,7 +19,7 @@ IN_SOURCE, GOES_ON = 1, 0
 # Tokens in a row that may differ from a copy before it ends.
 MAX_CHANGED = 2
 # Separates the source and the text; not a token.
-_BORDER = -1
+_SEPARATOR = -1
 
 # Draft lengths in tokens: few, because each needs its own binding.
 DRAFT_LENGTHS = (1, 3, 7, 15)
@@ -28,7 +28,7 @@ MIN_ACCEPTANCE = 0.3
 # Weight of the last draft in that share.
 ACCEPTANCE_WEIGHT = 0.4
 # Initial draft length and share, for matches of one token and for longer matches.
-FIRST_TRUST = ((1, 0.4), (3, 0.5))
+INITIAL_LENGTH_AND_SHARE = ((1, 0.4), (3, 0.5))
 # Tokens without drafts after too few drafted tokens were accepted.
 FIRST_PAUSE, LAST_PAUSE = 4, 64
 # Each time that this many lookups fail, one more plain step is taken before the next lookup, up to a maximum.
@@ -50,9 +50,9 @@ class PromptLookup:
         self._copied = 0  # place of the newest copy in the source
         self._next: int | None = None  # place of the next token in the copy
         self._changed = 0
-        self._border = len(source_ids)
+        self._source_len = len(source_ids)
         self.extend(source_ids)
-        self._tokens.append(_BORDER)
+        self._tokens.append(_SEPARATOR)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
@@ -65,15 +65,13 @@ class PromptLookup:
             if self._next is not None:
                 self._changed = 0 if self._tokens[self._next] == token else self._changed + 1
                 self._next += 1
-                if self._changed > MAX_CHANGED or self._next == self._border:
+                if self._changed > MAX_CHANGED or self._next == self._source_len:
                     self._next = None
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Yield places that may continue the text, the most likely first.
 
-        Yields:
-            Number of equal tokens before the place, or `GOES_ON` if a copy continues after a different token; the
-            place.
+        Each comes after the number of equal tokens before it, or `GOES_ON` if a copy continues after another token.
         """
         for size in SIZES:
             if found := self._followers.get(tuple(self._tokens[-size:])):
@@ -81,7 +79,7 @@ class PromptLookup:
         if self._next is not None:
             yield GOES_ON, self._next
         found = self._followers.get(tuple(self._tokens[-IN_SOURCE:]), [])
-        if found and found[0] < self._border:
+        if found and found[0] < self._source_len:
             yield IN_SOURCE, self._nearest(found)
 
     def copy(self, place: int, count: int) -> list[int]:
@@ -90,9 +88,9 @@ class PromptLookup:
         A copy that reaches the end of the text continues with the draft itself, because a text may repeat itself.
         """
         self._next, self._changed = place, 0
-        if place < self._border:
+        if place < self._source_len:
             self._copied = place
-            return self._tokens[place : min(place + count, self._border)]
+            return self._tokens[place : min(place + count, self._source_len)]
         drafted = self._tokens[place : place + count]
         period = len(self._tokens) - place
         while len(drafted) < count:
@@ -104,30 +102,25 @@ class PromptLookup:
             at = bisect_left(places, self._next)
             if at < len(places) and places[at] == self._next:
                 return self._next
-        in_source = bisect_left(places, self._border)
+        in_source = bisect_left(places, self._source_len)
         if not in_source:
             return places[-1]
         return places[min(bisect_left(places, self._copied, 0, in_source), in_source - 1)]
 
 
-class _Trust:
-    """Draft length and acceptance after matches of one size.
-
-    Attributes:
-        resumes: text length from which on drafts are allowed.
-        length: number of tokens of the next draft.
-    """
+class _Acceptance:
+    """Draft length and acceptance after matches of one size."""
 
     def __init__(self, size: int) -> None:
-        self.resumes = 0
-        self.length, self._accepted = FIRST_TRUST[size > 1]
+        self.resumes = 0  # text length from which on drafts are allowed
+        self.length, self._share = INITIAL_LENGTH_AND_SHARE[size > 1]
         self._pause = FIRST_PAUSE
 
     def note(self, drafted: int, accepted: int, length: int) -> None:
-        self._accepted += ACCEPTANCE_WEIGHT * (accepted / drafted - self._accepted)
+        self._share += ACCEPTANCE_WEIGHT * (accepted / drafted - self._share)
         enough = drafted + 1 if accepted == drafted else accepted
         self.length = next((size for size in DRAFT_LENGTHS if size >= enough), DRAFT_LENGTHS[-1])
-        if self._accepted < MIN_ACCEPTANCE:
+        if self._share < MIN_ACCEPTANCE:
             self.resumes, self._pause = length + self._pause, min(2 * self._pause, LAST_PAUSE)
         elif accepted:
             self._pause = FIRST_PAUSE
@@ -141,9 +134,9 @@ class Speculation:
         self._most = request.config.prompt_lookup_num_tokens or 0
         # A source with another vocabulary cannot be copied.
         self._lookup = PromptLookup(request.source_ids if spec.source_vocab == spec.vocab else ())
-        self._trusts = {size: _Trust(size) for size in (*SIZES, GOES_ON, IN_SOURCE)}
-        self._tried = self._trusts[GOES_ON]
-        self._seen = self._vain = 0
+        self._acceptances = {size: _Acceptance(size) for size in (*SIZES, GOES_ON, IN_SOURCE)}
+        self._newest = self._acceptances[GOES_ON]
+        self._seen = self._failed_lookups = 0
 
     def draft(self, search: Search) -> list[int]:
         """Return tokens that may follow; empty if a plain step is as good."""
@@ -152,17 +145,17 @@ class Speculation:
         self._seen = length
         left = self.request.max_new_tokens - self.request.num_forced - (length - len(self.request.prompt))
         for size, place in self._lookup.places() if left > 1 else ():
-            trust = self._trusts[size]
-            if trust.resumes <= length:
-                self._tried, self._vain = trust, 0
-                return self._lookup.copy(place, min(trust.length, self._most, left - 1))
-        self._vain += 1
+            acceptance = self._acceptances[size]
+            if acceptance.resumes <= length:
+                self._newest, self._failed_lookups = acceptance, 0
+                return self._lookup.copy(place, min(acceptance.length, self._most, left - 1))
+        self._failed_lookups += 1
         return []
 
     def plain_steps(self) -> int:
         """Return how many steps to take before the next lookup if there was no draft."""
-        return min(1 + self._vain // LOOKUPS_PER_STEP, MAX_PLAIN_STEPS)
+        return min(1 + self._failed_lookups // LOOKUPS_PER_STEP, MAX_PLAIN_STEPS)
 
     def note(self, drafted: int, accepted: int, length: int) -> None:
         """Record the acceptance of a draft; the text now has `length` tokens."""
-        self._tried.note(drafted, accepted, length)
+        self._newest.note(drafted, accepted, length)

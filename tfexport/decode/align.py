@@ -21,8 +21,8 @@ class Alignment:
     """The alignment of a target with its source by cross-attention.
 
     Attributes:
-        source_ids: token ids of the source, including special tokens.
-        target_ids: token ids of the target.
+        source_ids: including special tokens.
+        target_ids: without the start token and the prefix.
         weights: float32 [target tokens, source tokens]; each row sums to 1.
         source_positions: for each target token the place of its largest weight, from 0; the first if several are equal.
         source_tokens: source tokens as the tokenizer spells them; empty without a tokenizer.
@@ -44,7 +44,7 @@ class Alignment:
 def need_alignment(session: Session, subject: str = "align") -> Aligns:
     """Return the session if it can align; raise `ConfigError` if it cannot."""
     if not isinstance(session, Aligns):
-        raise ConfigError(f"{subject}: backend {session.backend} gives no attention; use --backend ort or eager")
+        raise ConfigError(f"{subject}: backend {session.backend} cannot return attention; use backend ort or eager")
     if not session.has_alignment:
         raise ConfigError(f"{subject}: {NO_ALIGNMENT}")
     return session
@@ -74,7 +74,7 @@ def align(
         for pair, weights in zip(some, _read(reader, some, session.spec.tokens.pad), strict=True):
             if not np.isfinite(weights).all():
                 raise BackendError(
-                    f"align: the model gave NaN or infinite weights for {pair.name}; "
+                    f"align: the model returned NaN or infinite weights for {pair.name}; "
                     "check its weights, or export with --precision fp32",
                     indices=[pair.number],
                 )
@@ -109,11 +109,8 @@ def unknown_sources(
 ) -> list[dict[int, int]]:
     """Find the source token with the largest weight for each unknown target token.
 
-    - `pairs`: token ids of each source and its generated target. Targets without an unknown token are not read.
-    - `may_copy`: for each source token whether it may be copied, as special tokens may not.
-    - `unknown`: id of the unknown token.
-
-    The other arguments are those of `align`.
+    `pairs` are sources and their generated targets; targets without the token `unknown` are not read. `may_copy` states
+    which source tokens may be copied; special tokens may not. The other arguments are those of `align`.
 
     Returns:
         For each pair a mapping from the place of each unknown token to the place of its source token.
@@ -124,7 +121,6 @@ def unknown_sources(
     aligned = align(session, sources, targets, start=start, batch_size=batch_size, cancel=cancel)
     for number, alignment in zip(some, aligned, strict=True):
         best = np.where(may_copy[number], alignment.weights, -1).argmax(1)
-        found[number] = {
-            place: int(best[place]) for place, token in enumerate(alignment.target_ids) if token == unknown
-        }
+        places = [place for place, token in enumerate(alignment.target_ids) if token == unknown]
+        found[number] = {place: int(best[place]) for place in places}
     return found

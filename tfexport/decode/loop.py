@@ -11,19 +11,17 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from tfexport.decode._beam import BeamSearch
 from tfexport.decode._greedy import GreedySearch
-from tfexport.decode._search import Outcome, Search, forced_alone, settings
+from tfexport.decode._search import Outcome, Search, forced_outcome, settings
+from tfexport.decode._speculation import Speculation
 from tfexport.decode.request import Request, Status
 from tfexport.errors import Cancelled
 from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, pad_right, rows_of
-
-if TYPE_CHECKING:
-    from tfexport.decode._speculation import Speculation
 
 # Sources join several at a time, an eighth of a full batch, to share an encoder run and the binding of buffers.
 JOIN_SHARE = 8
@@ -33,33 +31,22 @@ SEEN_WITHIN_S = 0.02
 
 @dataclass(frozen=True)
 class Update:
-    """The result of a step for a request.
-
-    Attributes:
-        request: the request as it was submitted.
-        token_id: its newest token if it streams; else None.
-        outcome: its hypotheses, or the error of this text; None while it is decoded.
-    """
+    """The result of a step for a request."""
 
     request: Request
-    token_id: int | None = None
-    outcome: Outcome | None = None
+    token_id: int | None = None  # the newest one if the request streams
+    outcome: Outcome | None = None  # hypotheses, or the error of this text; None while it is decoded
 
 
 class Loop:
-    """Requests on their way through a session, for use by one thread.
-
-    Attributes:
-        num_steps: decoder steps taken so far.
-    """
+    """Decode at most `max_sources` requests at once, on one thread."""
 
     def __init__(self, session: Session, max_sources: int) -> None:
-        """Create a loop that decodes at most `max_sources` sources at once."""
-        self.num_steps = 0
+        self.num_steps = 0  # decoder steps taken so far
         self._session, self._max_sources = session, max_sources
         self._waiting: dict[int, deque[Request]] = {}
         self._answered: list[Update] = []
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningBatch] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -74,16 +61,16 @@ class Loop:
     def can_join(self, width: int) -> bool:
         """Return whether a request with `width` rows could join the running ones."""
         running = self._running.get(width)
-        return running is None or running.can_join or not running.num_sources
+        return running is None or running.batch.can_join or not running.num_sources
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests, in this order."""
         for request in requests:
             request.status = Status.WAITING
             if request.is_answered:
-                self._answered.append(Update(request, outcome=forced_alone(request, self._session.spec)))
-                continue
-            self._waiting.setdefault(request.config.num_beams, deque()).append(request)
+                self._answered.append(Update(request, outcome=forced_outcome(request, self._session.spec)))
+            else:
+                self._waiting.setdefault(request.config.num_beams, deque()).append(request)
 
     def cancel(self, requests: Collection[Request]) -> None:
         """Remove waiting or running requests; the loop reports nothing more about them."""
@@ -91,8 +78,8 @@ class Loop:
             if request.status is not Status.DONE:
                 request.status = Status.CANCELLED
         self._answered = [update for update in self._answered if update.request.status is not Status.CANCELLED]
-        for waiting in self._waiting.values():
-            _keep(waiting, [request for request in waiting if request.status is not Status.CANCELLED])
+        for width, waiting in self._waiting.items():
+            self._waiting[width] = deque(one for one in waiting if one.status is not Status.CANCELLED)
         for running in self._running.values():
             running.remove_cancelled()
         self._forget_empty()
@@ -101,17 +88,14 @@ class Loop:
         """Encode waiting requests and add them to the batch if there is room."""
         for width, waiting in self._waiting.items():
             if width not in self._running:
-                self._running[width] = _Running(self._session, width)
+                self._running[width] = _RunningBatch(self._session, width)
             if waiting:
                 self._admit(self._running[width], waiting)
 
     def step(self, most: int | None = None) -> list[Update]:
-        """Admit waiting requests and take a step of every batch.
+        """Admit waiting requests, take a step of every batch, and return what is new.
 
         Several steps are taken at once, at most `most`, if the result is the same.
-
-        Returns:
-            The finished requests, and each token of those that stream.
         """
         updates, self._answered = self._answered, []
         self.admit()
@@ -125,20 +109,21 @@ class Loop:
         return updates
 
     def _forget_empty(self) -> None:
-        for width in list(self._waiting):
+        for width, waiting in list(self._waiting.items()):
             running = self._running.get(width)
-            if not self._waiting[width] and not (running and running.num_sources):
+            if not waiting and not (running and running.num_sources):
                 del self._waiting[width]
                 self._running.pop(width, None)
 
-    def _admit(self, running: _Running, waiting: deque[Request]) -> None:
+    def _admit(self, running: _RunningBatch, waiting: deque[Request]) -> None:
         most = self._session.limits.rows.most
         places = self._max_sources if most is None else min(self._max_sources, most // running.width)
         free = min(places - running.num_sources, len(waiting))
-        if not running.num_sources:
-            running.add(_first(waiting, free) if running.can_join else _equally_long(waiting, free))
-        elif running.can_join and free and free >= min(-(-places // JOIN_SHARE), len(waiting)):
-            running.add(_first(waiting, free))
+        if not running.batch.can_join:
+            if not running.num_sources:
+                running.add(_equally_long(waiting, free))
+        elif not running.num_sources or (free and free >= min(-(-places // JOIN_SHARE), len(waiting))):
+            running.add([waiting.popleft() for _ in range(free)])
 
 
 def check_cancelled(cancel: threading.Event | None) -> None:
@@ -160,91 +145,73 @@ def run_loop(loop: Loop, cancel: threading.Event | None) -> Iterator[list[Update
         yield found
 
 
-def _first(waiting: deque[Request], count: int) -> list[Request]:
-    return [waiting.popleft() for _ in range(count)]
-
-
 def _equally_long(waiting: deque[Request], count: int) -> list[Request]:
+    """Remove and return up to `count` requests whose prompts are as long as the first."""
     length = len(waiting[0].prompt)
     taken = [request for request in waiting if len(request.prompt) == length][:count]
-    ids = {request.id for request in taken}
-    _keep(waiting, [request for request in waiting if request.id not in ids])
+    for request in taken:
+        waiting.remove(request)
     return taken
-
-
-def _keep(waiting: deque[Request], kept: list[Request]) -> None:
-    waiting.clear()
-    waiting.extend(kept)
 
 
 def _steps(found: Candidates, steps: Any) -> Candidates:
     return Candidates(found.token_ids[steps], found.logits[steps], found.log_normalizer[steps])
 
 
-class _Running:
-    """A batch and the searches that share it.
-
-    Attributes:
-        width: rows of a source.
-        num_sources: number of sources being decoded.
-        num_steps: steps that the last `step` took.
-    """
+class _RunningBatch:
+    """A batch of `width` rows per source, and the searches that share it."""
 
     def __init__(self, session: Session, width: int) -> None:
-        self.width = width
-        self.num_sources = self.num_steps = 0
+        self.width, self.num_sources = width, 0
+        self.num_steps = 0  # that the last `step` took
         self._session, self._spec = session, session.spec
         self._speculation: Speculation | None = None
+        self._groups: dict[tuple[object, ...], _Group] = {}
         self._begin()
-        self._parts: dict[tuple[object, ...], _Part] = {}
-
-    @property
-    def can_join(self) -> bool:
-        return self._batch.can_join
 
     def add(self, requests: list[Request]) -> None:
         if self._is_spent:  # faster than emptying the batch
             self._begin()
         first = self.num_sources
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
-        self._batch.add(source_ids, source_mask, [request.prompt for request in requests])
+        self.batch.add(source_ids, source_mask, [request.prompt for request in requests])
         self.num_sources += len(requests)
-        alike: dict[tuple[object, ...], list[int]] = {}
+        by_options: dict[tuple[object, ...], list[int]] = {}
         newest, key = requests[0].config, settings(requests[0].config)
         for number, request in enumerate(requests):
             request.status = Status.RUNNING
             if request.config is not newest:  # the requests of a call share one
                 newest, key = request.config, settings(request.config)
-            alike.setdefault(key, []).append(number)
-        for key, numbers in alike.items():
-            if key not in self._parts:
+            by_options.setdefault(key, []).append(number)
+        for key, numbers in by_options.items():
+            if key not in self._groups:
                 search = BeamSearch if self.width > 1 else GreedySearch
-                self._parts[key] = _Part(search(requests[numbers[0]].config, self._spec))
-            self._parts[key].add([requests[number] for number in numbers], first + np.array(numbers))
+                self._groups[key] = _Group(search(requests[numbers[0]].config, self._spec))
+            self._groups[key].add([requests[number] for number in numbers], first + np.array(numbers))
 
     def _begin(self) -> None:
-        self._batch: Batch = self._session.batch(self.width)
+        self.batch: Batch = self._session.batch(self.width)
         # Checked once, because `isinstance` takes a large part of a step's time; beams take single steps.
-        self._together = self._batch if self.width == 1 and isinstance(self._batch, MultiStep) else None
-        is_able = self.width == 1 and isinstance(self._batch, Verifies) and self._batch.can_verify
-        self._verifier = cast(Verifies, self._batch) if is_able else None
+        self._multi_step = self.batch if self.width == 1 and isinstance(self.batch, MultiStep) else None
+        can_verify = self.width == 1 and isinstance(self.batch, Verifies) and self.batch.can_verify
+        self._verifier = cast(Verifies, self.batch) if can_verify else None
         self._is_spent = False
 
     def step(self, most: int | None) -> list[Update]:
-        parts = list(self._parts.values())
-        if len(parts) == 1:
-            search, most = parts[0].search, 1 if parts[0].streams else most
+        groups = list(self._groups.values())
+        if len(groups) == 1:
+            search, most = groups[0].search, 1 if groups[0].streams else most
             if speculation := self._drafts(search):
                 if draft := speculation.draft(search):
-                    return self._verify(parts[0], speculation, draft)
+                    return self._verify(groups[0], speculation, draft)
                 plain = speculation.plain_steps()
                 most = plain if most is None else min(most, plain)
-            order, parts[0].done = search.take(self._take_steps(search, most))
+            order, groups[0].done = search.take(self._take_steps(search, most))
         else:
-            order, self.num_steps = self._take_each(parts), 1
+            order, self.num_steps = self._take_each(groups), 1
         if order is not None:
-            self._batch.reorder(order)
-        updates = [update for part in parts if part.done or part.streams for update in part.updates()]
+            self.batch.reorder(order)
+        updates = [update for group in groups if group.done or group.streams for update in group.updates()]
         self._remove_done()
         return updates
 
@@ -252,11 +219,11 @@ class _Running:
         token_ids, num_candidates, steps = search.history.newest, search.num_candidates(), search.steps_ahead()
         if most is not None:
             steps = min(steps, most)
-        if steps == 1 or self._together is None:
+        if steps == 1 or self._multi_step is None:
             self.num_steps = 1
-            return self._batch.step(token_ids, num_candidates)
+            return self.batch.step(token_ids, num_candidates)
         # The search takes the last step itself, because that one may end a text.
-        found = self._together.multi_step(token_ids, num_candidates, steps, search.stop_ids)
+        found = self._multi_step.multi_step(token_ids, num_candidates, steps, search.stop_ids)
         self.num_steps = len(found.token_ids)
         if self.num_steps > 1:
             search.follow(_steps(found, np.s_[:-1]))
@@ -269,17 +236,15 @@ class _Running:
         if request.config.prompt_lookup_num_tokens is None:
             return None
         if self._speculation is None or self._speculation.request is not request:
-            from tfexport.decode._speculation import Speculation
-
             self._speculation = Speculation(request, self._spec)
         return self._speculation
 
-    def _verify(self, part: _Part, speculation: Speculation, draft: list[int]) -> list[Update]:
+    def _verify(self, group: _Group, speculation: Speculation, draft: list[int]) -> list[Update]:
         assert self._verifier is not None
-        search, length, updates = part.search, int(self._batch.lengths[0]), list[Update]()
+        search, length, updates = group.search, int(self.batch.lengths[0]), list[Update]()
         found = self._verifier.verify(np.concatenate((search.history.newest, draft)), search.num_candidates())
         accepted = 0
-        if search.steps_ahead() > 1 and not part.streams:  # then only stops need single steps
+        if search.steps_ahead() > 1 and not group.streams:  # then only stops need single steps
             for best, token in zip(found.token_ids[:, 0].tolist(), draft, strict=False):
                 if best != token or best in search.stop_ids:
                     break
@@ -287,10 +252,10 @@ class _Running:
             if accepted:
                 search.follow(_steps(found, np.s_[:accepted, None]))
         while True:
-            _, part.done = search.take(_steps(found, np.s_[accepted : accepted + 1]))
-            if part.done or part.streams:
-                updates += part.updates()
-            if part.done or accepted == len(draft) or search.history.newest[0] != draft[accepted]:
+            _, group.done = search.take(_steps(found, np.s_[accepted : accepted + 1]))
+            if group.done or group.streams:
+                updates += group.updates()
+            if group.done or accepted == len(draft) or search.history.newest[0] != draft[accepted]:
                 break
             accepted += 1
         self._verifier.rewind(length + accepted + 1)
@@ -300,63 +265,53 @@ class _Running:
         return updates
 
     def remove_cancelled(self) -> None:
-        for part in self._parts.values():
-            requests = enumerate(part.search.requests)
-            part.done = {place: [] for place, one in requests if one.status is Status.CANCELLED}
+        for group in self._groups.values():
+            requests = enumerate(group.search.requests)
+            group.done = {place: [] for place, request in requests if request.status is Status.CANCELLED}
         self._remove_done()
 
     def _remove_done(self) -> None:
-        num_done = sum(len(part.done) for part in self._parts.values())
+        num_done = sum(len(group.done) for group in self._groups.values())
         if num_done == self.num_sources:
-            self._parts, self._is_spent = {}, True
+            self._groups, self._is_spent = {}, True
         elif num_done:
-            self._remove()
+            # The remaining sources close up in the batch and in each search.
+            removed = np.concatenate([group.places[list(group.done)] for group in self._groups.values()])
+            kept = close_up(self.num_sources, removed)
+            moved_to = np.empty(self.num_sources, np.int64)
+            moved_to[kept] = np.arange(kept.size)
+            self.batch.remove(removed)
+            for group in self._groups.values():
+                group.remove_done(moved_to)
+            self._groups = {key: group for key, group in self._groups.items() if group.places.size}
+            if len(self._groups) == 1:  # then its sources are those of the batch and must be in the same order
+                (group,) = self._groups.values()
+                group.keep(group.places.argsort())
         self.num_sources -= num_done
 
-    def _take_each(self, parts: list[_Part]) -> Ids | None:
-        rows = [rows_of(part.places, self.width) for part in parts]
-        target_ids, order = np.empty(self._batch.lengths.size, np.int64), np.arange(self._batch.lengths.size)
-        for part, own in zip(parts, rows, strict=True):
-            target_ids[own] = part.search.history.newest
-        wanted = [part.search.num_candidates() for part in parts]
-        found = self._batch.step(target_ids, max(wanted))
-        for part, own, count in zip(parts, rows, wanted, strict=True):
+    def _take_each(self, groups: list[_Group]) -> Ids | None:
+        rows = [rows_of(group.places, self.width) for group in groups]
+        target_ids, order = np.empty(self.batch.lengths.size, np.int64), np.arange(self.batch.lengths.size)
+        for group, own in zip(groups, rows, strict=True):
+            target_ids[own] = group.search.history.newest
+        wanted = [group.search.num_candidates() for group in groups]
+        found = self.batch.step(target_ids, max(wanted))
+        for group, own, count in zip(groups, rows, wanted, strict=True):
             some = Candidates(found.token_ids[own, :count], found.logits[own, :count], found.log_normalizer[own])
-            moved, part.done = part.search.take(some)
+            moved, group.done = group.search.take(some)
             if moved is not None:
                 order[own] = own[moved]
         return order if self.width > 1 else None
 
-    def _remove(self) -> None:
-        # The remaining sources close up in the batch and in each search.
-        leaving = np.concatenate([part.places[list(part.done)] for part in self._parts.values()])
-        kept = close_up(self.num_sources, leaving)
-        moved_to = np.empty(self.num_sources, np.int64)
-        moved_to[kept] = np.arange(kept.size)
-        self._batch.remove(leaving)
-        for part in self._parts.values():
-            part.remove_done(moved_to)
-        self._parts = {key: part for key, part in self._parts.items() if part.places.size}
-        if len(self._parts) == 1:  # then its sources are those of the batch and must be in the same order
-            (part,) = self._parts.values()
-            part.keep(part.places.argsort())
 
-
-class _Part:
-    """A search and the places of its sources in the batch.
-
-    Attributes:
-        search: search for requests with the same options.
-        places: places of its sources in the batch, int64 [sources].
-        done: outcomes of the last step, by place in the search.
-        streams: whether any of its requests streams.
-    """
+class _Group:
+    """Requests with the same options, which share a search."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self.places: Ids = np.empty(0, np.int64)
-        self.done: dict[int, Outcome] = {}
-        self.streams = False
+        self.places: Ids = np.empty(0, np.int64)  # in the batch, [sources]
+        self.done: dict[int, Outcome] = {}  # of the last step, by place in the search
+        self.streams = False  # whether any of the requests streams
 
     def add(self, requests: list[Request], places: Ids) -> None:
         self.search.add(requests)
@@ -380,6 +335,6 @@ class _Part:
         self.keep(stay)
 
     def keep(self, kept: Ids) -> None:
-        self.search.remove(kept)
+        self.search.keep(kept)
         self.places = self.places[kept]
         self.streams = self.streams and any(request.stream for request in self.search.requests)

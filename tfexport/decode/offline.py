@@ -6,14 +6,14 @@ import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 
 from tfexport._arguments import check_call, listed_ids
 from tfexport.decode._history import History
 from tfexport.decode._processors import Processors
-from tfexport.decode._search import is_broken, not_a_number, nothing_left
+from tfexport.decode._search import is_broken, nan_error, no_token_error
 from tfexport.decode.loop import Loop, check_cancelled, run_loop
 from tfexport.decode.request import Request, TextOf, check_requests
 from tfexport.decode.result import Hypothesis
@@ -39,16 +39,13 @@ def decode(
     cancel: threading.Event | None = None,
     places: Sequence[int] | None = None,
 ) -> list[list[Hypothesis]]:
-    """Decode every source; results depend neither on the others nor on `batch_size`.
+    """Return the hypotheses of every source.
 
-    The arguments are those of `Model.generate_ids`, and:
+    They depend neither on other sources nor on `batch_size`. The arguments are those of `Model.generate_ids`, and:
 
     - `text_of`: decodes token ids, for stop strings.
     - `num_fixed`: tokens of each prefix that its hypotheses begin with, even if they are only biased towards the rest.
     - `places`: places of the sources for the seeds of samples; None for 0, 1, ….
-
-    Returns:
-        For each source its hypotheses: one, the num_return_sequences best beams, or as many samples or alternatives.
     """
     check_call("decode", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     sources = listed_ids("decode", "sources", sources)
@@ -83,10 +80,10 @@ def decode(
 def alternatives(
     session: Session, requests: Sequence[Request], batch_size: int, cancel: threading.Event | None = None
 ) -> list[Request]:
-    """Replace each request by one for each of its best next tokens.
+    """Replace each request by one request per alternative next token.
 
-    There are at most num_return_sequences per request. The requests have the same options. Each new prompt ends with
-    the token, which counts as generated with its log-probability; `sample` is its rank.
+    The requests have the same options, and the num_return_sequences best tokens are taken. Each new prompt ends with
+    its token, which counts as generated with its log-probability; `sample` is its rank.
     """
     most = session.limits.rows.most
     size = batch_size if most is None else min(batch_size, most)
@@ -95,10 +92,8 @@ def alternatives(
     waiting = [request for request in requests if not request.is_answered]
     waiting.sort(key=lambda request: (len(request.prompt), len(request.source_ids)))
     for _, group in groupby(waiting, lambda request: len(request.prompt)):
-        alike = list(group)
-        for first in range(0, len(alike), size):
+        while some := list(islice(group, size)):
             check_cancelled(cancel)
-            some = alike[first : first + size]
             for request, token_ids, log_probs in zip(some, *_next_tokens(session, some), strict=True):
                 expanded += _expand(session, request, token_ids, log_probs)
     return expanded
@@ -115,9 +110,10 @@ def _next_tokens(session: Session, requests: Sequence[Request]) -> tuple[Ids, Fl
     broken = is_broken(found)
     if broken is not None:
         request = requests[int(broken.argmax())]
-        raise not_a_number(request, request.num_forced)
-    num_new, limits = ([getattr(one, name) for one in requests] for name in ("num_forced", "max_new_tokens"))
-    return processors.apply(found, history, np.array(num_new), np.array(limits))
+        raise nan_error(request, request.num_forced)
+    num_new = np.array([request.num_forced for request in requests])
+    limits = np.array([request.max_new_tokens for request in requests])
+    return processors.apply(found, history, num_new, limits)
 
 
 def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Floats) -> list[Request]:
@@ -125,13 +121,13 @@ def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Float
     ends, stops = config.ends(session.spec.tokens.eos), Stops(config)
     allowed = [pair for pair in zip(token_ids.tolist(), log_probs.tolist(), strict=True) if pair[1] > -np.inf]
     if not allowed:
-        raise nothing_left(request, request.num_forced)
-    alone = dataclasses.replace(config, return_alternatives=False, num_return_sequences=1)
+        raise no_token_error(request, request.num_forced)
+    single = dataclasses.replace(config, return_alternatives=False, num_return_sequences=1)
     expanded = []
     for rank, (token, log_prob) in enumerate(allowed[: config.num_return_sequences]):
         prompt = (*request.prompt, token)
         is_last = token in ends or num_new == request.max_new_tokens or stops.is_stopped(request, prompt[1:])
-        changes = {"prompt": prompt, "config": alone, "num_forced": num_new, "log_prob": log_prob}
+        changes = {"prompt": prompt, "config": single, "num_forced": num_new, "log_prob": log_prob}
         expanded.append(dataclasses.replace(request, **changes, is_answered=is_last, sample=rank))
     return expanded
 
@@ -147,16 +143,15 @@ def stream(
     defaults: Collection[str] = (),
     cancel: threading.Event | None = None,
 ) -> Iterator[int]:
-    """Return an iterator over the tokens of one source, without beams.
+    """Check the arguments and return an iterator over the tokens of one source.
 
-    The arguments are those of `decode`, and `defaults`, the options that come from the model, for errors. They are
-    checked before the first token is requested. The tokens equal the `token_ids` of the hypothesis of `decode`.
+    The arguments are those of `decode`; `defaults` are the options that come from the model, for errors. The tokens
+    equal the `token_ids` of the hypothesis of `decode`.
     """
     check_call("stream", cancel=cancel)
-    whose = dict.fromkeys(defaults, " by the model's own default")
+    own = " (the model's default)"
     problems = [
-        f"{name} is {getattr(config, name)}{whose.get(name, '')}, but tokens can only be handed out as they "
-        "come for one; set it to 1"
+        f"{name} is {getattr(config, name)}{own * (name in defaults)}, expected 1 for a stream; set it to 1"
         for name in ("num_beams", "num_return_sequences")
         if getattr(config, name) > 1
     ]
@@ -181,7 +176,7 @@ def warm_up(session: Session, rows: int, source_len: int) -> None:
     """Run a batch and a few greedy steps, to prepare the session for later calls."""
     spec, most = session.spec, session.limits.rows.most
     if source_len > spec.max_source_length:
-        raise InputError(f"warm-up: {source_len} source tokens, the limit is {spec.max_source_length}; ask for less")
+        raise InputError(f"warm-up: source_len is {source_len}, the limit is {spec.max_source_length}; lower it")
     token = spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0
     shape = (rows if most is None else min(rows, most), source_len)
     source_ids, source_mask = np.full(shape, token), np.ones(shape, np.bool_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,42 +30,23 @@ TextOf = Callable[[Sequence[int]], str]
 
 @dataclass(eq=False)
 class Request:
-    """One text to decode, or one sample of it. A loop changes only `status`.
+    """One text to decode, or one sample of it. A loop changes only `status`."""
 
-    Attributes:
-        id: unique in this process; `dataclasses.replace` gives a new id.
-        status: set by the loop that decodes the request.
-        text: place of the text in the call.
-        source_ids: token ids of the source, at least one.
-        prompt: tokens that the decoder reads first: start token, prefix, forced first token, alternative.
-        config: decoding options.
-        max_new_tokens: most tokens to generate, including a forced token.
-        num_forced: number of tokens at the end of the prompt that count as generated.
-        log_prob: Σ log p of the forced tokens.
-        is_answered: whether the text consists of the forced tokens.
-        text_of: decodes token ids, for stop strings.
-        sample: number of the sample, or rank of the alternative.
-        stream: whether each token is reported immediately; such a request has one row.
-        biased_prefix: start token and the prefix to bias towards, with `prefix_bias_beta`.
-        num_texts: number of texts in the call.
-        place: place of the text for the seed of a sample; None for `text`.
-    """
-
-    text: int
+    text: int  # place of the text in the call
     source_ids: tuple[int, ...]
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # read first: start token, prefix, forced first token, alternative
     config: DecodeConfig
-    max_new_tokens: int
-    num_forced: int = 0
-    log_prob: float = 0.0
-    is_answered: bool = False
-    text_of: TextOf | None = None
-    sample: int = 0
-    stream: bool = False
-    biased_prefix: tuple[int, ...] = ()
-    num_texts: int = 1
-    place: int | None = None
-    id: int = field(init=False, default_factory=itertools.count().__next__)
+    max_new_tokens: int  # including forced tokens
+    num_forced: int = 0  # tokens at the end of the prompt that count as generated
+    log_prob: float = 0.0  # Σ log p of the forced tokens
+    is_answered: bool = False  # whether the text consists of the forced tokens
+    text_of: TextOf | None = None  # decodes token ids, for stop strings
+    sample: int = 0  # number of the sample, or rank of the alternative
+    stream: bool = False  # report each token immediately; such a request has one row
+    biased_prefix: tuple[int, ...] = ()  # start token and prefix, with `prefix_bias_beta`
+    num_texts: int = 1  # in the call
+    place: int | None = None  # for the seed of a sample; None for `text`
+    id: int = field(init=False, default_factory=itertools.count().__next__)  # `dataclasses.replace` gives a new one
     status: Status = field(init=False, default=Status.WAITING)
 
     @property
@@ -77,21 +57,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Pair:
-    """A source and its given target.
+    """A source and its given target."""
 
-    Attributes:
-        number: place of the pair in the call.
-        num_pairs: number of pairs in the call.
-        source_ids: at least one token.
-        prompt: start token and prefix, which the decoder reads first.
-        target_ids: the tokens after the prompt, at least one.
-    """
-
-    number: int
+    number: int  # place of the pair in the call
     num_pairs: int
     source_ids: tuple[int, ...]
-    prompt: tuple[int, ...]
-    target_ids: tuple[int, ...]
+    prompt: tuple[int, ...]  # start token and prefix, which the decoder reads first
+    target_ids: tuple[int, ...]  # the tokens after the prompt, at least one
 
     @property
     def name(self) -> str:
@@ -114,29 +86,27 @@ def check_requests(
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
-        raise InputError("decode: this model is an encoder alone and cannot generate; use its hidden states")
+        raise InputError("decode: this model has no decoder and cannot generate; use its hidden states")
     sources = listed("decode", "sources", sources, ID_LISTS)
-    begins = listed("decode", "prefixes", [()] * len(sources) if prefixes is None else prefixes, ID_LISTS)
-    if len(begins) != len(sources):
-        raise InputError(f"decode: {len(begins)} prefixes for {len(sources)} texts; give one each, empty for none")
+    prefixes = listed("decode", "prefixes", [()] * len(sources) if prefixes is None else prefixes, ID_LISTS)
+    if len(prefixes) != len(sources):
+        raise InputError(f"decode: got {len(prefixes)} prefixes for {len(sources)} texts; give one each, [] for none")
     if config.strings and text_of is None:
-        raise InputError("decode: stop_strings need a tokenizer, and there is none; use eos_token_id")
+        raise InputError("decode: stop_strings need a tokenizer, but this bundle has none; use eos_token_id")
+    num_read = num_fixed if config.prefix_bias_beta else None  # the others are only biased towards
     # A problem of every text is reported once.
     no_room = _room_problems(spec, limits, 0, config)
-    problems, indices, requests = [*_setting_problems(spec, limits, config), *no_room], [], []
-    for text, given in enumerate(zip(sources, begins, strict=True)):
+    problems, indices, requests = [*_option_problems(spec, limits, config), *no_room], [], []
+    for text, given in enumerate(zip(sources, prefixes, strict=True)):
         (source, prefix), found = _lists(source=given[0], prefix=given[1])
-        is_list = not found
-        if is_list:
+        if not found:
             found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
-        if is_list and not no_room:
-            found += _room_problems(spec, limits, len(_begun(prefix, config, num_fixed)), config)
-        problems += _whose("text", text, len(sources), found)
+            if not no_room:
+                found += _room_problems(spec, limits, len(prefix[:num_read]), config)
+        problems += _named("text", text, len(sources), found)
         indices += [text] * len(found)
         if not problems:
-            request = _request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config, num_fixed)
-            stops_of = text_of if config.strings else None
-            requests.append(dataclasses.replace(request, text_of=stops_of, num_texts=len(sources)))
+            requests.append(_request(spec, source, prefix, config, num_read, text, len(sources), text_of))
     raise_all(InputError, "decode", problems, indices=indices)
     return requests
 
@@ -158,13 +128,13 @@ def check_pairs(
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
-        raise InputError(f"{subject}: this model is an encoder alone and reads no target; use its hidden states")
+        raise InputError(f"{subject}: this model has no decoder and cannot read targets; use its hidden states")
     lists = {name: listed_ids(subject, name, given) for name, given in (("sources", sources), ("targets", targets))}
     count = len(lists["sources"])
     lists["prefixes"] = [()] * count if prefixes is None else listed_ids(subject, "prefixes", prefixes)
     for name, side in lists.items():
         if len(side) != count:
-            raise InputError(f"{subject}: {len(side)} {name} for {count} sources; give one each")
+            raise InputError(f"{subject}: got {len(side)} {name} for {count} sources; give one each")
     problems, indices = [] if start is None else _id_problems("start", [start], spec.vocab), []
     first, eos, pairs = spec.tokens.start if start is None else start, spec.tokens.eos, list[Pair]()
     for number, given in enumerate(zip(*lists.values(), strict=True)):
@@ -176,7 +146,7 @@ def check_pairs(
             ended = [*target, eos] if add_eos and target[-1:] != [eos] else target
             ids = (tuple(map(int, part)) for part in (source, [first, *prefix], ended))
             pairs.append(Pair(number, count, *ids))
-        problems += _whose("pair", number, count, found)
+        problems += _named("pair", number, count, found)
         indices += [number] * len(found)
     raise_all(InputError, subject, problems, indices=indices)
     return pairs
@@ -192,59 +162,54 @@ def batches(pairs: Sequence[Pair], size: int, *, can_join: bool) -> Iterator[Seq
         yield from (group[first : first + size] for first in range(0, len(group), size))
 
 
-def _whose(what: str, index: int, count: int, problems: list[str]) -> list[str]:
+def _named(what: str, index: int, count: int, problems: list[str]) -> list[str]:
     return problems if count == 1 else [f"{nth(what, index, count)}: {problem}" for problem in problems]
 
 
 def _request(
     spec: ModelSpec,
-    text: int,
-    source_ids: tuple[int, ...],
-    prefix: tuple[int, ...],
+    source: list[int],
+    prefix: list[int],
     config: DecodeConfig,
-    num_fixed: int,
+    num_read: int | None,
+    text: int,
+    num_texts: int,
+    text_of: TextOf | None,
 ) -> Request:
     start = spec.tokens.start if config.decoder_start_token_id is None else config.decoder_start_token_id
-    begun = _begun(prefix, config, num_fixed)
-    limit, first = _limit(spec, len(begun), config), config.forced_bos_token_id
+    read, first = prefix[:num_read], config.forced_bos_token_id
+    limit = config.max_new_tokens or _room(spec, len(read))
+    if config.max_length is not None:
+        limit = min(config.max_length - 1 - len(read), limit)
     # As in transformers: nothing is forced after a prefix, and the only token is forced to be the last.
     is_free = prefix or (limit == 1 and config.forced_ends)
     forced = () if is_free or first is None else (first,)
     return Request(
         text=text,
-        source_ids=source_ids,
-        prompt=(start, *begun, *forced),
+        source_ids=tuple(map(int, source)),
+        prompt=tuple(map(int, (start, *read, *forced))),
         config=config,
         max_new_tokens=limit,
         num_forced=len(forced),
         is_answered=bool(forced) and (limit == 1 or first in config.ends(spec.tokens.eos)),
-        biased_prefix=(start, *prefix) if config.prefix_bias_beta else (),
+        text_of=text_of if config.strings else None,
+        biased_prefix=tuple(map(int, (start, *prefix))) if config.prefix_bias_beta else (),
+        num_texts=num_texts,
     )
-
-
-def _begun(prefix: Sequence[int], config: DecodeConfig, num_fixed: int) -> Sequence[int]:
-    return prefix[:num_fixed] if config.prefix_bias_beta else prefix
 
 
 def _room(spec: ModelSpec, prefix_len: int) -> int:
     return spec.max_target_length - prefix_len  # the decoder reads a start token, but not the last token
 
 
-def _limit(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> int:
-    room = _room(spec, prefix_len)
-    if config.max_length is not None:
-        return min(config.max_length - 1 - prefix_len, room)
-    return config.max_new_tokens or room
-
-
-def _setting_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
+def _option_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
     problems = config.token_problems(spec.vocab)
     # `num_beams` beams continue even if every beam ends with each of the end tokens.
     each = 1 + len(set(config.ends(spec.tokens.eos)))
     if config.num_beams > 1 and each * config.num_beams > spec.vocab:
         problems.append(
-            f"num_beams {config.num_beams} needs a vocabulary of {each * config.num_beams}, it has {spec.vocab}; "
-            f"lower num_beams to {spec.vocab // each}"
+            f"num_beams is {config.num_beams}, which needs a vocabulary of {each * config.num_beams}, but it has "
+            f"{spec.vocab}; lower num_beams to {spec.vocab // each}"
         )
     if limits.rows.is_below(config.num_beams):
         problems.append(
@@ -275,7 +240,11 @@ def _target_problems(
         problems.append("the target is empty, expected one token or more")
     room = _room(spec, prefix_len)
     if length > room:
-        got = f"{length} tokens" + f" behind a prefix of {prefix_len}" * bool(prefix_len) + " with its end" * is_ended
+        got = (
+            f"{length} tokens"
+            + f" after a prefix of {prefix_len}" * bool(prefix_len)
+            + " including the end token" * is_ended
+        )
         more = limits.target_length.for_more(prefix_len + length)
         problems.append(f"the target has {got}, the limit is {room}; shorten it{more}")
     return problems
@@ -285,12 +254,12 @@ def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: Dec
     room = _room(spec, prefix_len)
     least = max(1, config.min_new_tokens)
     if room < least:
-        given = f"a prefix of {prefix_len} and " if prefix_len else ""
+        before = f"a prefix of {prefix_len} and " if prefix_len else ""
         remedy = "shorten the prefix or lower min_new_tokens" if prefix_len else "lower min_new_tokens"
         larger = limits.target_length.for_more(prefix_len + least)
-        return [f"{given}{least} new tokens are above the limit of {spec.max_target_length}; {remedy}{larger}"]
+        return [f"{before}{least} new tokens are above the limit of {spec.max_target_length}; {remedy}{larger}"]
     if config.max_length is not None and config.max_length < prefix_len + 2:
-        return [f"max_length {config.max_length} leaves no token behind a prefix of {prefix_len}; raise max_length"]
+        return [f"max_length {config.max_length} leaves no token after a prefix of {prefix_len}; raise max_length"]
     if config.max_new_tokens is not None and config.max_new_tokens > room:
         left = f"but a prefix of {prefix_len} leaves {room} of the limit" if prefix_len else "above the limit of"
         got = f"max_new_tokens is {config.max_new_tokens}, {left} {spec.max_target_length}"
@@ -299,13 +268,11 @@ def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: Dec
     return []
 
 
-def _lists(**given: object) -> tuple[list[list[Any]], list[str]]:
-    found = {name: as_list(value) for name, value in given.items()}
-    problems = [
-        f"{name} is {shortened(given[name])}, expected a list of token ids"
-        for name, ids in found.items()
-        if ids is None
-    ]
+def _lists(**values: object) -> tuple[list[list[Any]], list[str]]:
+    """Convert values to lists; also return the problems of those that are no lists."""
+    found = {name: as_list(value) for name, value in values.items()}
+    wrong = [name for name, ids in found.items() if ids is None]
+    problems = [f"{name} is {shortened(values[name])}, expected a list of token ids" for name in wrong]
     return [ids or [] for ids in found.values()], problems
 
 

@@ -53,7 +53,7 @@ def score(
     limits, vocab, batch = session.limits, session.spec.vocab, session.batch()
     if not isinstance(batch, ScoresTokens) and limits.candidates.is_below(vocab):
         raise InputError(
-            f"score: backend {session.backend} ranks {limits.candidates.most} of {vocab} tokens; "
+            f"score: backend {session.backend} returns the best {limits.candidates.most} of {vocab} tokens, not all; "
             f"use backend ort or eager{limits.candidates.for_more(vocab)}"
         )
     size = batch_size if limits.rows.most is None else min(batch_size, limits.rows.most)
@@ -75,18 +75,16 @@ def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Even
     live, newest = list(range(len(pairs))), np.array([pair.prompt[-1] for pair in pairs])
     for step in range(max(len(pair.target_ids) for pair in pairs)):
         check_cancelled(cancel)
-        if step:
-            # A pair is removed after its last token.
-            leaving = np.flatnonzero([len(pairs[number].target_ids) == step for number in live])
-            if leaving.size:
-                kept = close_up(len(live), leaving)
-                batch.remove(leaving)
-                live, newest = [live[place] for place in kept], newest[kept]
+        done = np.flatnonzero([len(pairs[number].target_ids) == step for number in live])
+        if done.size:
+            batch.remove(done)
+            kept = close_up(len(live), done)
+            live, newest = [live[place] for place in kept], newest[kept]
         following = np.array([pairs[number].target_ids[step] for number in live])
         for number, log_prob in zip(live, _log_probs(session, batch, newest, following), strict=True):
             if math.isnan(log_prob):
                 raise BackendError(
-                    f"score: the model gave NaN or infinite logits for {pairs[number].name} at token {step + 1}; "
+                    f"score: the model returned NaN or infinite logits for {pairs[number].name} at token {step + 1}; "
                     "check its weights, or export with --precision fp32",
                     indices=[pairs[number].number],
                 )

@@ -18,12 +18,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: TextOf) -> int | None:
-    """Find the stop string that the last token has completed.
-
-    Args:
-        token_ids: tokens of the text, without the start token.
-        strings: stop strings.
-        text_of: decodes token ids.
+    """Find the stop string that the last of `token_ids` has completed.
 
     Returns:
         End of the stop string in the decoded text, the earliest if there are several; None if there is no stop string.
@@ -39,11 +34,7 @@ def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: TextOf) 
 
 
 class Stops:
-    """Stop strings and deadlines of the sources of one search.
-
-    Attributes:
-        are_set: whether there are stop strings or deadlines.
-    """
+    """Stop strings and deadlines of the sources of one search."""
 
     def __init__(self, config: DecodeConfig) -> None:
         self._strings, self._max_time = config.strings, config.max_time
@@ -65,51 +56,43 @@ class Stops:
         return late
 
     def is_stopped(self, request: Request, token_ids: Sequence[int]) -> bool:
-        """Return whether the last token of a text has completed a stop string.
-
-        `token_ids` have no start token.
-
-        Raises:
-            BackendError: the tokens cannot be decoded.
-        """
+        """Return whether the last token has completed a stop string."""
         if not self._strings or request.text_of is None:
             return False
         try:
             return stop_end(token_ids, self._strings, request.text_of) is not None
         except Exception as error:  # raised by the tokenizer or by a function of the caller
             raise BackendError(
-                f"decode: {request.name} could not be put into words to look for stop strings: {error!r}; "
+                f"decode: the tokens of {request.name} cannot be decoded to find stop strings: {error!r}; "
                 "check the tokenizer, or leave stop_strings out",
                 indices=[request.text],
             ) from error
 
 
 class Pieces:
-    """Decoder of one text whose tokens arrive one by one.
+    """Decode a text whose tokens arrive one by one.
 
-    The first `prefix_len` tokens are given and cannot complete one of the stop `strings`.
-
-    Attributes:
-        text: the text so far, including the part that has not been returned.
+    The first `prefix_len` tokens are given and cannot complete one of the stop `strings`. `text` is the text so far,
+    including the part that has not been returned.
     """
 
     def __init__(self, text_of: TextOf, prefix_len: int = 0, strings: Sequence[str] = ()) -> None:
         self._text_of, self._prefix_len, self._strings = text_of, prefix_len, strings
         self._seen: list[int] = []
-        self._given = self.text = ""
+        self._returned = self.text = ""
 
     def push(self, token: int) -> str:
         """Add a token; return the next piece, empty while a character is incomplete."""
         self._seen.append(token)
-        asked = self._strings and len(self._seen) > self._prefix_len
-        end = stop_end(self._seen, self._strings, self._text_of) if asked else None
+        may_stop = self._strings and len(self._seen) > self._prefix_len
+        end = stop_end(self._seen, self._strings, self._text_of) if may_stop else None
         self.text = self._text_of(self._seen)[:end]
-        if self.text.endswith(INCOMPLETE) or not self.text.startswith(self._given):
+        if self.text.endswith(INCOMPLETE) or not self.text.startswith(self._returned):
             return ""
         return self.rest()
 
     def rest(self) -> str:
         """Return the part of the text that has not been returned."""
-        piece = self.text[len(self._given) :]
-        self._given = self.text
+        piece = self.text[len(self._returned) :]
+        self._returned = self.text
         return piece
