@@ -104,11 +104,11 @@ MODELS: dict[str, tuple[Damage, list[str]]] = {
 VALUES: dict[str, tuple[Damage, list[str]]] = {
     "overlapping tensors": (header([2], [4, 12]), ["damaged or cut short", "again"]),
     "a shape of 2^80": (header([2**40, 2**40], [0, 8]), ["damaged or cut short", "again"]),
-    "tokenizer is a pipe": (fifo("tokenizer.json"), ["tokenizer.json is not a plain file"]),
+    "tokenizer is a pipe": (fifo("tokenizer.json"), ["tokenizer.json is not a regular file"]),
     "tokenizer is nowhere": (link("tokenizer.json", "/no/such/file"), ["cannot read", "No such file"]),
     "foreign tokenizer": (
         lambda folder: shutil.copy(DATES / "tokenizer.json", folder),
-        ["ids reach to", "but the model's source_vocab is 31", "use the tokenizer that the model was trained with"],
+        ["the largest id is", "but the model's source_vocab is 31", "use the tokenizer that the model was trained with"],
     ),
 }
 
@@ -256,8 +256,8 @@ def test_a_backend_that_is_not_installed(dates_bundle: Path, monkeypatch: pytest
         (b"1.1.2000\n\xff\n \n\xfe", ["lines 2, 4 are not UTF-8; convert the file", "line 3 is empty"]),
         (b"1.1.2000\n" + b"1" * 1_000_000, ["text 2 has 1000000 characters, the limit is 10000; split it"]),
         (("1" * 65 + "\n").encode() * 1000, ["text 1 has 65 tokens, the limit is 64; shorten it", "and 980 more"]),
-        ("\U0001f600".encode(), ["the text has no character that the vocabulary knows"]),
-        (b"\x00", ["the text has no character that the vocabulary knows"]),
+        ("\U0001f600".encode(), ["the text has no character of the vocabulary"]),
+        (b"\x00", ["the text has no character of the vocabulary"]),
     ],
 )
 def test_texts_from_a_pipe(raw: bytes, messages: list[str], dates_bundle: Path) -> None:

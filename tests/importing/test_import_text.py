@@ -243,11 +243,11 @@ MISTAKES: dict[str, tuple[Callable[[User, Path], list[object]], str]] = {
     ),
     "a swapped tokenizer": (
         lambda user, folder: ["--target-tokenizer", user.folder / "source.txt"],
-        r"your code makes 't.*' of the ids .*, the tokenizer 's",
+        r"your code decodes the ids .* to 't.*', the tokenizer to 's",
     ),
     "another normalisation": (
         lambda user, folder: ["--tokenizer", capitals(folder, word_level(SOURCE))],
-        r"the tokenizer refuses it; give the tokenizer that the model was trained with",
+        r"the tokenizer cannot encode it; give the tokenizer that the model was trained with",
     ),
     "ids that are shifted": (
         lambda user, folder: ["--tokenizer", shifted(folder), "--source-prefix", 1, "--source-suffix", 2],

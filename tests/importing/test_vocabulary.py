@@ -65,7 +65,7 @@ def test_ids_are_those_of_sentencepiece(options: dict[str, Any], tmp_path: Path)
     spm = sentencepiece.SentencePieceProcessor(model_file=str(path))
     eos = spm.eos_id()
     raw = tokenizer_json(path, spec(spm.get_piece_size(), eos=eos, start=eos, pad=eos, unk=spm.unk_id()))
-    ours = Vocabulary.parse(raw, "tokenizer.json", {spm.bos_id(), eos}, spm.unk_id())
+    ours = Vocabulary(raw, "tokenizer.json", {spm.bos_id(), eos}, spm.unk_id())
     # A text that begins with the sign for a space: where no rule makes it one, a single one comes of both.
     texts = [text for text in [*odd_texts(), *EDGES] if not text.startswith("\u2581")]
     known = [text for text in texts if set(spm.encode(text)) - {spm.unk_id()}]
@@ -248,7 +248,7 @@ def test_a_list_that_cannot_be_read(listed: str, codes: str | None, problem: str
         ("merges.txt", "#version: 0.2\nt h\nth e\n", "has merges alone, as a merges.txt.*give the directory"),
         ("merges.txt", "t h\nth e\nĠ the\n", "has merges alone, as a merges.txt"),
         ("config.json", json.dumps({"model_type": "bart"}), "is a JSON, but no tokenizer.json, for it has no model"),
-        ("tokenizer.json", json.dumps({"model": {"type": "BPE"}}), "is no tokenizer.json"),
+        ("tokenizer.json", json.dumps({"model": {"type": "BPE"}}), "is not a valid tokenizer.json"),
         ("tokenizer.json", '{"model": {"ty', "is no JSON"),
     ],
 )

@@ -65,7 +65,7 @@ def test_text_becomes_the_same_ids_and_back(kind: Callable[[], str], javascript:
     words = ["node", "--input-type=module", "-e", SCRIPT, str(file)]
     done = subprocess.run(words, cwd=javascript, input=json.dumps(TEXTS), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    ours = Vocabulary.parse(file.read_bytes(), "tokenizer.json", set(), None)
+    ours = Vocabulary(file.read_bytes(), "tokenizer.json", set(), None)
     for text, answer in zip(TEXTS, json.loads(done.stdout), strict=True):
         try:
             ids = ours.encode(text, special=True)

@@ -34,11 +34,11 @@ def test_the_same_text_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("output", "remedy"),
     [
-        ("two three", r"leave strip\(\) out of to_text, or end the tokenizer's decoder with tokenizers.decoders.Strip"),
+        ("two three", r"remove strip\(\) from to_text, or end the tokenizer's decoder with tokenizers.decoders.Strip"),
         (" two three </s>", "leave special tokens out of the text"),
-        (" drei", "give the target's own tokenizer"),
+        (" drei", "give the target's tokenizer with the decoder of your code"),
     ],
 )
 def test_another_text_is_refused_with_its_cause(output: str, remedy: str) -> None:
-    with pytest.raises(ParityError, match=rf"text 1 of 1: your code makes .* of the ids \[1, 5, 6, 2\], .*{remedy}"):
+    with pytest.raises(ParityError, match=rf"text 1 of 1: your code decodes the ids \[1, 5, 6, 2\] to .*{remedy}"):
         compared(output, strips=False)

@@ -28,7 +28,7 @@ def plain() -> Json:
 
 def read(data: Json | bytes) -> Vocabulary:
     raw = data if isinstance(data, bytes) else json.dumps(data).encode()
-    return Vocabulary.parse(raw, "t.json", (), 0)
+    return Vocabulary(raw, "t.json", (), 0)
 
 
 def replace(pattern: str, content: str, kind: str = "String") -> Json:
@@ -66,7 +66,7 @@ GIVES_UP = replace("(a+)+$", "", "Regex")
     ],
 )
 def test_a_file_that_the_library_refuses_is_an_error_in_one_line(part: str, value: object) -> None:
-    with pytest.raises(BundleError, match=r"^t\.json is no tokenizer\.json \(.+\); save the tokenizer again$"):
+    with pytest.raises(BundleError, match=r"^t\.json is not a valid tokenizer\.json \(.+\); save the tokenizer again$"):
         read(plain() | {part: value})
 
 
@@ -124,7 +124,7 @@ def test_a_good_tokenizer_passes_its_trial_once(monkeypatch: pytest.MonkeyPatch)
     [
         (PANICS, r"^t\.json fails at the text "),
         (GIVES_UP, r"^t\.json: .*|^t\.json fails at the text 'aaa"),
-        ({"type": "Explode"}, r"^t\.json is no tokenizer\.json"),
+        ({"type": "Explode"}, r"^t\.json is not a valid tokenizer\.json"),
         (chain(*[replace("a", "aa")] * 40), r"^t\.json: a trial with short texts needs more than \d+ bytes"),
     ],
     ids=["panic", "regex", "unknown", "doublings"],

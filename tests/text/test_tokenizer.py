@@ -184,7 +184,7 @@ def test_every_bad_text_is_named_at_once(dates: Tokenizer) -> None:
         "text 4 has 65 tokens, the limit is 64; shorten it; "
         "text 5 has '\\ud800' at character 0, which is not valid Unicode; read it as UTF-8; "
         "text 6 has 10001 characters, the limit is 10000; split it; "
-        "text 7 has no character that the vocabulary knows; give a text that the model was trained for; "
+        "text 7 has no character of the vocabulary; give a text like those that the model was trained on; "
         "text 8 is int, expected a text"
     )
     assert caught.value.indices == tuple(range(1, 8))
@@ -266,7 +266,7 @@ def test_byte_pairs_drop_nothing_unsaid(model: dict[str, str], text: str) -> Non
     )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     spec = spec_of(inner, tokens=TokenIds(pad=0, start=0, eos=0))
-    vocabulary = Vocabulary.parse(inner.to_str().encode(), "t.json", {0}, None)
+    vocabulary = Vocabulary(inner.to_str().encode(), "t.json", {0}, None)
     tokenizer = Tokenizer(vocabulary, vocabulary, spec)
     kept = sum(len(inner.encode(word).tokens) for word in text.split())
     lengths = sum(map(len, text.split()))  # no merges: one token a character
@@ -281,12 +281,12 @@ def test_byte_pairs_drop_nothing_unsaid(model: dict[str, str], text: str) -> Non
 
 
 def test_more_tokens_than_the_model_are_refused_for_both_sides(tmp_path: Path) -> None:
-    size = characters().get_vocab_size()
+    size, path = characters().get_vocab_size(), tmp_path / "tokenizer.json"
     with pytest.raises(BundleError) as caught:
         wrap(characters(), tmp_path, source_vocab=size - 1, vocab=size - 2)
     assert str(caught.value) == (
-        f"{tmp_path / 'tokenizer.json'}: ids reach to {size - 1}, but the model's source_vocab is {size - 1}; "
-        f"ids reach to {size - 1}, but the model's target_vocab is {size - 2}; "
+        f"tokenizer: {path}: the largest id is {size - 1}, but the model's source_vocab is {size - 1}; "
+        f"{path}: the largest id is {size - 1}, but the model's target_vocab is {size - 2}; "
         "use the tokenizer that the model was trained with"
     )
     encoder = {"vocab": 0, "layers": 0, "heads": 0, "head_dim": 0, "value_dim": 0, "max_target_length": 0}
@@ -315,7 +315,7 @@ def test_special_tokens_are_the_model_s_own(tmp_path: Path) -> None:
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(damage)
-    with pytest.raises(BundleError, match=r"is no tokenizer.json \(.*\); save the tokenizer again$") as caught:
+    with pytest.raises(BundleError, match=r"is not a valid tokenizer.json \(.*\); save the tokenizer again$") as caught:
         Tokenizer.load(path, spec_of(characters()))
     assert "\n" not in str(caught.value)
 

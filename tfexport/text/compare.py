@@ -1,4 +1,4 @@
-"""Compare a tokenizer with recorded texts, and name the cause of differences."""
+"""Compare a tokenizer with recorded texts, and find the cause of differences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,8 @@ _SHOWN = 60
 def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> TextConfig:
     """Complete the ids around a text from the recorded texts, and check the tokenizer.
 
-    Args:
-        load: returns the tokenizer with ids around it.
-        recorded: texts and target prefix of the reference file.
-        given: by the user, without samples; ids that are not given are taken from `recorded`.
-
-    Raises:
-        ParityError: names the first text and position that differ, and the usual cause.
-        BundleError: the tokenizer does not fit the model.
+    `load` returns the tokenizer with ids around a text. `given` is the user's configuration without samples; ids that
+    it lacks are taken from `recorded`, that of the reference file. Raises ParityError like `check_texts`.
     """
     text = replace(given, target_prefix=given.target_prefix or recorded.target_prefix, samples=recorded.samples)
     if not (given.source_prefix or given.source_suffix):
@@ -39,7 +33,7 @@ def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given:
 
 
 def check_texts(tokenizer: Tokenizer) -> None:
-    """Compare a tokenizer with its recorded texts."""
+    """Raise ParityError for the first text that differs from its record."""
     samples = tokenizer.text.samples
     for number, sample in enumerate(samples, 1):
         found = _encoded(tokenizer, sample.text)
@@ -50,12 +44,12 @@ def check_texts(tokenizer: Tokenizer) -> None:
             )
         if sample.output is None:
             continue
-        said = tokenizer.decode(sample.target_ids)
-        if said != sample.output:
+        decoded = tokenizer.decode(sample.target_ids)
+        if decoded != sample.output:
             raise ParityError(
-                f"text {number} of {len(samples)}: your code makes {_quoted(sample.output)} of the ids "
-                f"{list(sample.target_ids)[:8]}, the tokenizer {_quoted(said)}; "
-                f"{_STRIPPED if said.strip() == sample.output else _OTHER_TARGET}"
+                f"text {number} of {len(samples)}: your code decodes the ids {list(sample.target_ids)[:8]} to "
+                f"{_quoted(sample.output)}, the tokenizer to {_quoted(decoded)}; "
+                f"{_STRIPPED if decoded.strip() == sample.output else _OTHER_TARGET}"
             )
 
 
@@ -70,13 +64,13 @@ def _around(wanted: Ids, found: Ids | None) -> tuple[Ids, Ids] | None:
     """Return the ids before and after the only `found` in `wanted`, or None."""
     if not found:
         return None
-    places = [i for i in range(len(wanted) - len(found) + 1) if wanted[i : i + len(found)] == found]
+    places = [place for place in range(len(wanted)) if wanted[place : place + len(found)] == found]
     return (wanted[: places[0]], wanted[places[0] + len(found) :]) if len(places) == 1 else None
 
 
 def _difference(wanted: Ids, found: Ids | None) -> str:
     if found is None:
-        return "the tokenizer refuses it"
+        return "the tokenizer cannot encode it"
     place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, found, strict=False)))
     ours, theirs = (str(ids[place]) if place < len(ids) else "the end" for ids in (found, wanted))
     return f"at token {place} the tokenizer has {ours}, your code {theirs}"
@@ -88,12 +82,12 @@ def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
         return _OTHER
     if around := _around(wanted, found):
         options = ("--source-prefix", "--source-suffix")
-        told = [f"{name} {','.join(map(str, ids))}" for name, ids in zip(options, around, strict=True) if ids]
-        return f"your ids {_spelled(around)}, the tokenizer's do not: give {' '.join(told)}, or a post-processor"
+        given = [f"{name} {','.join(map(str, ids))}" for name, ids in zip(options, around, strict=True) if ids]
+        return f"your ids {_spelled(around)}, the tokenizer's do not: give {' '.join(given)}, or add a post-processor"
     if around := _around(found, wanted):
         return (
             f"the tokenizer's ids {_spelled(around)}, yours do not: "
-            "take its post-processor out, or what --source-prefix and --source-suffix add"
+            "remove its post-processor, or --source-prefix and --source-suffix"
         )
     steps = {a - b for a, b in zip(wanted, found, strict=False)}
     if len(wanted) == len(found) and len(steps) == 1:
@@ -103,16 +97,14 @@ def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
     for how, change in _CHANGES.items():
         changed = change(sample.text)
         if changed != sample.text and _encoded(tokenizer, changed) == wanted:
-            return f"they agree on the text {how}: give a tokenizer with such a normalizer"
+            return f"they agree on the text {how}: add such a normalizer to the tokenizer"
     return _OTHER
 
 
 _OTHER = "give the tokenizer that the model was trained with"
-_OTHER_TARGET = (
-    "give the target's own tokenizer, with the decoder of your code, and leave special tokens out of the text"
-)
+_OTHER_TARGET = "give the target's tokenizer with the decoder of your code, and leave special tokens out of the text"
 _STRIPPED = (
-    "they agree but for the space around: leave strip() out of to_text, or end the tokenizer's decoder with "
+    "only the white space around differs: remove strip() from to_text, or end the tokenizer's decoder with "
     "tokenizers.decoders.Strip"
 )
 _CHANGES: dict[str, Callable[[str], str]] = {

@@ -9,20 +9,13 @@ MAX_SAMPLES, MAX_SAMPLE_CHARACTERS = 1000, 2000
 
 
 class TextSample(Config, subject="sample"):
-    """One text with the token ids that the user's own code and model produced.
-
-    Attributes:
-        text: the input.
-        source_ids: its token ids, as the model saw them in training.
-        target_ids: greedy output ids: the target prefix, the generated ids and an end token if there was one; empty if
-            the model was not run, or for an encoder-only model.
-        output: `target_ids` as text; None if they are empty.
-    """
+    """One text with the token ids that the user's own code and model produced."""
 
     text: str
-    source_ids: tuple[int, ...]
+    source_ids: tuple[int, ...]  # as the model saw them in training
+    # Greedy output: target prefix, generated ids and an end token, if any; empty if the model was not run.
     target_ids: tuple[int, ...] = ()
-    output: str | None = None
+    output: str | None = None  # `target_ids` as text
 
     def _problems(self) -> Iterator[str]:
         if not self.source_ids:
@@ -32,30 +25,23 @@ class TextSample(Config, subject="sample"):
         if bool(self.target_ids) != (self.output is not None):
             yield "target_ids and output need each other; give both or neither"
         if len(self.text) + len(self.output or "") > MAX_SAMPLE_CHARACTERS:
-            yield f"text and output have over {MAX_SAMPLE_CHARACTERS} characters; record shorter texts"
+            yield f"text and output have more than {MAX_SAMPLE_CHARACTERS} characters; record shorter texts"
 
 
 class TextConfig(Config, subject="text"):
-    """Token ids around a text, and recorded texts.
+    """Token ids around a text, and recorded texts."""
 
-    Attributes:
-        source_prefix: ids before the tokenizer's ids of a source.
-        source_suffix: ids after them.
-        target_prefix: ids after the start token that every target begins with.
-        samples: recorded texts; empty if texts were never compared.
-    """
-
-    source_prefix: tuple[int, ...] = ()
-    source_suffix: tuple[int, ...] = ()
-    target_prefix: tuple[int, ...] = ()
-    samples: tuple[TextSample, ...] = ()
+    source_prefix: tuple[int, ...] = ()  # before the tokenizer's ids
+    source_suffix: tuple[int, ...] = ()  # after them
+    target_prefix: tuple[int, ...] = ()  # that every target begins with, after the start token
+    samples: tuple[TextSample, ...] = ()  # recorded texts
 
     def _problems(self) -> Iterator[str]:
         for name in ("source_prefix", "source_suffix", "target_prefix"):
             if min((0, *getattr(self, name))) < 0:
                 yield f"{name} has negative ids, expected 0 or more"
         if len(self.samples) > MAX_SAMPLES:
-            yield f"samples are {len(self.samples)}, expected at most {MAX_SAMPLES}"
+            yield f"there are {len(self.samples)} samples, expected at most {MAX_SAMPLES}"
 
     @property
     def proof(self) -> str:

@@ -19,18 +19,14 @@ class Tokenizer:
     """The vocabularies of source and target and the ids around a text; thread-safe.
 
     Texts are encoded one by one, because the library's parallel mode warns if the process forks afterwards.
-
-    Attributes:
-        text: ids around a text, and recorded texts.
-        eos: the target's end token.
-        unknown: id of the target's unknown token; None if there is none.
     """
 
     def __init__(self, source: Vocabulary, target: Vocabulary, spec: ModelSpec, text: TextConfig | None = None) -> None:
         """Combine vocabularies; use `load` or `parse`."""
         self.text = text or TextConfig()
-        self.eos, self.unknown = spec.tokens.eos, target.unknown
+        self.eos, self.unknown = spec.tokens.eos, target.unknown  # ids of the target
         self._source, self._target, self._spec = source, target, spec
+        self._max_characters = max(MIN_CHARACTER_LIMIT, CHARACTERS_PER_TOKEN * spec.max_source_length)
 
     @classmethod
     def load(
@@ -42,29 +38,24 @@ class Tokenizer:
 
     @classmethod
     def parse(cls, files: Sequence[tuple[str, bytes]], spec: ModelSpec, *, text: TextConfig | None = None) -> Tokenizer:
-        """Read the tokenizer of a model from the bytes of one or two tokenizer.json.
-
-        `files` has pairs of a name for errors and the content; `text` has ids around a text.
+        """Read one or two tokenizer.json, given as a name for errors and the content.
 
         Raises:
-            BackendError: the package `tokenizers` is not installed.
             BundleError: a file is damaged or has more tokens than the model, or the model lacks ids around a text.
         """
-        (name, raw), *others = files
-        text, tokens = text or TextConfig(), spec.tokens
-        around = {*text.source_prefix, *text.source_suffix}
+        text, tokens, is_shared = text or TextConfig(), spec.tokens, len(files) == 1
+        (source_name, source_raw), (target_name, target_raw) = files[0], files[-1]
         ends = {tokens.pad, tokens.start, tokens.eos}
         # If the target has its own vocabulary, its start and end are ordinary tokens of the source.
-        source = Vocabulary.parse(raw, name, {tokens.pad, *around} if others else ends | around, tokens.unk)
-        target, theirs = name, source
-        for target, own in others:
-            theirs = Vocabulary.parse(own, target, ends, tokens.unk)
-        sides = [(name, source, "source_vocab", spec.source_vocab)]
+        special = {*text.source_prefix, *text.source_suffix, *(ends if is_shared else {tokens.pad})}
+        source = Vocabulary(source_raw, source_name, special, tokens.unk)
+        target = source if is_shared else Vocabulary(target_raw, target_name, ends, tokens.unk)
+        sides = [(source_name, source, "source_vocab", spec.source_vocab)]
         if spec.has_decoder:
-            sides.append((target, theirs, "target_vocab", spec.vocab))
-        _check_vocabularies(sides)
+            sides.append((target_name, target, "target_vocab", spec.vocab))
+        _check_sizes(sides)
         _check_around(text, spec)
-        return cls(source, theirs, spec, text)
+        return cls(source, target, spec, text)
 
     @property
     def ends_sources(self) -> bool:
@@ -75,35 +66,23 @@ class Tokenizer:
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Encode sources, with the ids around them.
 
-        Returns:
-            1 to max_source_length token ids for each text.
-
         Raises:
             InputError: there is no text, or lists every text that cannot be encoded; `indices` has their positions.
         """
-        given = as_list(texts)
-        if given is None:
+        values = as_list(texts)
+        if values is None:
             got = "one text" if isinstance(texts, str) else shortened(texts)
             raise InputError(f"texts is {got}, expected a list of texts; put it in a list")
-        if not given:
+        if not values:
             raise InputError("there is no text; give at least one")
-        encoded, problems, indices = [], [], []
-        for index, text in enumerate(given):
-            try:
-                encoded.append(self._encode_source(text))
-            except InputError as error:
-                problems.append(f"{nth('text', index, len(given))} {error}")
-                indices.append(index)
-        subject = f"input of {len(given)} texts" if len(given) > 1 else "input"
-        raise_all(InputError, subject, problems, indices=indices)
+        encoded, errors = _encode_each(self._encode_source, values)
+        subject = f"input of {len(values)} texts" if len(values) > 1 else "input"
+        problems = [f"{nth('text', index, len(values))} {error}" for index, error in errors.items()]
+        raise_all(InputError, subject, problems, indices=errors)
         return encoded
 
     def encode_target(self, text: str) -> list[int]:
-        """Encode the beginning of a target, without special tokens.
-
-        Raises:
-            InputError: it cannot be encoded, is empty, or leaves no room for a further token.
-        """
+        """Encode the beginning of a target, without special tokens; raises InputError."""
         try:
             return self._encode_target(text)
         except InputError as error:
@@ -115,50 +94,34 @@ class Tokenizer:
         return [*self.text.target_prefix, *(() if is_empty else self.encode_target(prefix))]
 
     def begin_targets(self, prefixes: Sequence[str]) -> list[list[int]]:
-        """Return the first ids of each target (see `begin_target`).
-
-        Raises:
-            InputError: lists invalid prefixes, equal problems once; `indices` has the positions of all.
-        """
-        begun, problems, indices = [], dict[str, str](), []
-        for index, prefix in enumerate(prefixes):
-            try:
-                begun.append(self.begin_target(prefix))
-            except InputError as error:
-                problems.setdefault(str(error), f"{index + 1}: {error}")
-                indices.append(index)
-        if len(problems) == 1 and len(indices) == len(prefixes):
-            raise InputError(*problems, indices=indices)
-        raise_all(InputError, "prefixes", list(problems.values()), indices=indices)
+        """Return the first ids of each target; the InputError lists equal problems once."""
+        begun, errors = _encode_each(self.begin_target, prefixes)
+        problems = dict[str, str]()
+        for index, error in errors.items():
+            problems.setdefault(str(error), f"{index + 1}: {error}")
+        if len(problems) == 1 and len(errors) == len(prefixes):
+            raise InputError(*problems, indices=errors)
+        raise_all(InputError, "prefixes", list(problems.values()), indices=errors)
         return begun
 
     def encode_pairs(
         self, sources: Sequence[str], targets: Sequence[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode sources with the ids around them, and targets without special tokens.
-
-        Raises:
-            InputError: lists every text that cannot be encoded; begins with `subject`; `indices` has the positions.
-        """
-        pairs: tuple[list[list[int]], list[list[int]]] = ([], [])
-        encoders: list[Callable[[str], list[int]]] = [self._encode_source, self._encode_target]
-        problems, indices = [], []
-        for index, texts in enumerate(zip(sources, targets, strict=True)):
-            pair = f"pair {index + 1}: " if len(sources) > 1 else ""
-            for side, encode, text, encoded in zip(("source", "target"), encoders, texts, pairs, strict=True):
-                try:
-                    encoded.append(encode(text))
-                except InputError as error:
-                    problems.append(f"{pair}{side} {error}")
-                    indices.append(index)
-        raise_all(InputError, subject, problems, indices=indices)
-        return pairs
+        """Encode sources with the ids around them, and targets without special tokens."""
+        source_ids, source_errors = _encode_each(self._encode_source, sources)
+        target_ids, target_errors = _encode_each(self._encode_target, targets)
+        errors = [(index, "source", error) for index, error in source_errors.items()]
+        errors += [(index, "target", error) for index, error in target_errors.items()]
+        errors.sort(key=lambda one: one[:2])
+        problems = [f"pair {index + 1}: " * (len(sources) > 1) + f"{side} {error}" for index, side, error in errors]
+        raise_all(InputError, subject, problems, indices=[index for index, _, _ in errors])
+        return source_ids, target_ids
 
     def target_id(self, token: str) -> int:
         """Return the id of a target token, such as a language; raises InputError."""
         found = self._target.id_of(token)
         if found is None:
-            raise InputError(f"token {token!r} is none of the target's vocabulary; give one of its tokens, or an id")
+            raise InputError(f"token {token!r} is not in the target's vocabulary; give one of its tokens, or an id")
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -170,10 +133,9 @@ class Tokenizer:
         return self._target.decode_with(ids, tokens)
 
     def copies(self, text: str) -> list[str | None]:
-        """Return the text to copy into a target for each source id.
+        """Return the text to copy for each source id; None for ids around the text.
 
-        This is the token itself if it is known and source and target spell tokens alike, or else the part of the text.
-        For ids around the text it is None.
+        It is the token if it is known and source and target spell tokens alike, otherwise the part of the text.
         """
         pieces = self._source.pieces(text, spelled=self._source.decodes_like(self._target))
         return [*[None] * len(self.text.source_prefix), *pieces, *[None] * len(self.text.source_suffix)]
@@ -183,20 +145,30 @@ class Tokenizer:
         return tuple(map(self._source.token, source_ids)), tuple(map(self._target.token, target_ids))
 
     def _encode_source(self, text: str) -> list[int]:
-        self._check(text)
+        _check_text(text, self._max_characters)
         own = self._source.encode(text, special=True)
         ids = [*self.text.source_prefix, *own, *self.text.source_suffix]
         _check_length(ids, self._spec.max_source_length)
         return ids
 
     def _encode_target(self, text: str) -> list[int]:
-        self._check(text)
+        _check_text(text, self._max_characters)
         ids = self._target.encode(text, special=False)
         _check_length(ids, self._spec.max_target_length - 1 - len(self.text.target_prefix))
         return ids
 
-    def _check(self, text: object) -> None:
-        _check_text(text, max(MIN_CHARACTER_LIMIT, CHARACTERS_PER_TOKEN * self._spec.max_source_length))
+
+def _encode_each(
+    encode: Callable[[str], list[int]], texts: Sequence[str]
+) -> tuple[list[list[int]], dict[int, InputError]]:
+    """Encode each text; also return the errors by position."""
+    encoded, errors = [], {}
+    for index, text in enumerate(texts):
+        try:
+            encoded.append(encode(text))
+        except InputError as error:
+            errors[index] = error
+    return encoded, errors
 
 
 def _check_length(ids: Sequence[int], limit: int) -> None:
@@ -204,29 +176,23 @@ def _check_length(ids: Sequence[int], limit: int) -> None:
         raise InputError(f"has {len(ids)} tokens, the limit is {limit}; shorten it")
 
 
-def _check_vocabularies(sides: Sequence[tuple[str, Vocabulary, str, int]]) -> None:
-    problems: dict[str, list[str]] = {}
-    for file, vocabulary, name, size in sides:
-        if vocabulary.largest_id >= size:
-            said = f"ids reach to {vocabulary.largest_id}, but the model's {name} is {size}"
-            problems.setdefault(file, []).append(said)
-    if problems:
-        listed = "; ".join(f"{file}: {'; '.join(said)}" for file, said in problems.items())
-        raise BundleError(f"{listed}; use the tokenizer that the model was trained with")
+def _check_sizes(sides: Sequence[tuple[str, Vocabulary, str, int]]) -> None:
+    problems = [
+        f"{file}: the largest id is {vocabulary.largest_id}, but the model's {name} is {size}"
+        for file, vocabulary, name, size in sides
+        if vocabulary.largest_id >= size
+    ]
+    raise_all(BundleError, "tokenizer", problems, remedy="use the tokenizer that the model was trained with")
 
 
 def _check_around(text: TextConfig, spec: ModelSpec) -> None:
+    sizes = {"source_prefix": spec.source_vocab, "source_suffix": spec.source_vocab, "target_prefix": spec.vocab}
     problems = [
-        f"{name} has id {max(ids)}, the vocabulary has {size}"
-        for name, size in (
-            ("source_prefix", spec.source_vocab),
-            ("source_suffix", spec.source_vocab),
-            ("target_prefix", spec.vocab),
-        )
+        f"{name} has {max(ids)}, expected ids 0 to {size - 1}"
+        for name, size in sizes.items()
         if (ids := getattr(text, name)) and max(ids) >= size
     ]
-    if problems:
-        raise BundleError(f"text: {'; '.join(problems)}; give ids of this model")
+    raise_all(BundleError, "text", problems, remedy="give ids of this model")
 
 
 def _check_text(text: object, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Encode text with a tokenizer.json; neither has to be trusted."""
+"""Encode untrusted text with an untrusted tokenizer.json."""
 
 from __future__ import annotations
 
@@ -31,51 +31,40 @@ class Vocabulary:
     - Pieces with ids from the token `BEYOND` on become the unknown token.
     - Characters outside the vocabulary become the unknown token. A vocabulary without one would drop them silently, so
       such a text is rejected.
-
-    Attributes:
-        unknown: id of the unknown token; None if there is none.
     """
 
-    def __init__(
-        self, inner: tokenizers.Tokenizer, model: dict[str, Any], special: Collection[int], unknown: int | None
-    ) -> None:
-        """Wrap `inner`; use `parse`. `model` is the "model" of its tokenizer.json."""
-        self._inner = inner
-        token = model.get("unk_token")
-        own_unknown: int | None = model.get("unk_id") if token is None else inner.token_to_id(token)
-        self.unknown = unknown if own_unknown is None else own_unknown
-        added = inner.get_added_tokens_decoder()
-        self._beyond = inner.token_to_id(BEYOND)
-        self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self.unknown})
-        self._unseen = self._special | {i for i, t in added.items() if t.special}
-        self._plain_added = [token.content for token in added.values() if not token.special]
-        is_bpe = type(inner.model).__name__ == "BPE"
-        self._bpe = model if is_bpe and own_unknown is None and not model.get("byte_fallback") else None
-
-    @classmethod
-    def parse(cls, raw: bytes, name: str, special: Collection[int], unknown: int | None) -> Vocabulary:
+    def __init__(self, raw: bytes, name: str, special: Collection[int] = (), unknown: int | None = None) -> None:
         """Read the bytes of a tokenizer.json; errors begin with `name`.
 
-        `special` has the ids of special tokens in addition to those of the file, `unknown` the id of the unknown token
-        if the file names none.
+        `special` are additional special tokens; `unknown` is the unknown token if the file names none.
         """
         library = need_library()
 
-        def refused(reason: str) -> BundleError:
-            return BundleError(f"{name} is no tokenizer.json ({reason}); save the tokenizer again")
+        def damaged(reason: str) -> BundleError:
+            return BundleError(f"{name} is not a valid tokenizer.json ({reason}); save the tokenizer again")
 
         if len(raw) > MAX_BYTES:
-            raise refused(f"it has {len(raw)} bytes, the limit is {MAX_BYTES}")
-        with border(refused):
+            raise damaged(f"it has {len(raw)} bytes, the limit is {MAX_BYTES}")
+        with border(damaged):
             text = raw.decode("utf-8")
-            inner = library.Tokenizer.from_str(text)
-            inner.no_padding()
-            inner.no_truncation()
-            inner.encode_special_tokens = True
+            self._inner: tokenizers.Tokenizer = library.Tokenizer.from_str(text)
+            self._inner.no_padding()
+            self._inner.no_truncation()
+            self._inner.encode_special_tokens = True
             model = json.loads(text)["model"]
             if model.get("dropout"):
-                inner.model.dropout = None
-            return cls(inner, model, special, unknown)
+                self._inner.model.dropout = None
+            token = model.get("unk_token")
+            own_unknown: int | None = model.get("unk_id") if token is None else self._inner.token_to_id(token)
+            self.unknown = unknown if own_unknown is None else own_unknown
+            self._beyond: int | None = self._inner.token_to_id(BEYOND)
+            added = self._inner.get_added_tokens_decoder()
+            added_special = {i for i, token in added.items() if token.special}
+            self._special = {*special, *added_special} - {self.unknown}
+            self._hidden = self._special | added_special
+            self._plain_added = [token.content for token in added.values() if not token.special]
+            is_bpe = type(self._inner.model).__name__ == "BPE"
+            self._bpe = model if is_bpe and own_unknown is None and not model.get("byte_fallback") else None
 
     @property
     def largest_id(self) -> int:
@@ -98,23 +87,16 @@ class Vocabulary:
         return self._inner.id_to_token(token_id) or ""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Encode one text; `special` adds the tokens that the file defines around it.
-
-        Raises:
-            InputError: the text cannot be encoded; the error has no subject.
-        """
+        """Encode one text; `special` adds the tokens that the file defines around it."""
         with border(_not_encoded):
             lost = self._lost_characters(text)
         if lost:
-            raise InputError(f"has {lost}, which the vocabulary lacks and would drop; leave that out")
+            raise InputError(f"has {lost}, which the vocabulary lacks and would drop; remove it")
         encoding = self._encoding(text, special=special)
-        from_text = [not added for added in encoding.special_tokens_mask]
-        ids = [
-            self._as_text(i) if is_text and self._is_none_of_text(i) else i
-            for i, is_text in zip(encoding.ids, from_text, strict=True)
-        ]
-        if all(i == self.unknown for i, is_text in zip(ids, from_text, strict=True) if is_text):
-            raise InputError("has no character that the vocabulary knows; give a text that the model was trained for")
+        is_added = encoding.special_tokens_mask
+        ids = [i if added else self._as_text(i) for i, added in zip(encoding.ids, is_added, strict=True)]
+        if all(i == self.unknown for i, added in zip(ids, is_added, strict=True) if not added):
+            raise InputError("has no character of the vocabulary; give a text like those that the model was trained on")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -124,10 +106,8 @@ class Vocabulary:
 
     def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
         """Decode ids, replacing the tokens at some positions."""
-        spelled = [
-            tokens.get(place, "" if token in self._unseen else self.token(token)) for place, token in enumerate(ids)
-        ]
-        seen = [token for token in spelled if token]
+        own = ["" if token in self._hidden else self.token(token) for token in ids]
+        seen = [token for token in (tokens.get(place, token) for place, token in enumerate(own)) if token]
         with border(_not_decoded):
             text: str = self._inner.decoder.decode(seen) if self._inner.decoder else " ".join(seen)
         return text
@@ -138,15 +118,12 @@ class Vocabulary:
         return bool(ours == theirs)
 
     def pieces(self, text: str, *, spelled: bool) -> list[str | None]:
-        """Return the part of the text for each id; None for ids around the text.
-
-        With `spelled`, known tokens are returned as the vocabulary spells them.
-        """
+        """Return the text of each id, or with `spelled` its token if known."""
         encoding = self._encoding(text, special=True)
         found: list[str | None] = []
         rows = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
         for token_id, token, (first, last), is_added in rows:
-            is_known = token_id != self.unknown and not self._is_none_of_text(token_id)
+            is_known = token_id != self.unknown and not self._is_reserved(token_id)
             part = text[first:last].strip() or text[first:last]
             found.append(None if is_added else token if spelled and is_known else part)
         return found
@@ -155,19 +132,21 @@ class Vocabulary:
         with border(_not_encoded):
             return self._inner.encode(text, add_special_tokens=special)
 
-    def _is_none_of_text(self, token: int) -> bool:
+    def _is_reserved(self, token: int) -> bool:
         return token in self._special or (self._beyond is not None and token >= self._beyond)
 
-    def _as_text(self, special: int) -> int:
+    def _as_text(self, token: int) -> int:
+        """Return an id that a text may have: the unknown token for a reserved one."""
+        if not self._is_reserved(token):
+            return token
         if self.unknown is None:
-            raise InputError(f"has {self._inner.id_to_token(special)!r}, which has a special meaning; leave it out")
+            raise InputError(f"has {self._inner.id_to_token(token)!r}, which has a special meaning; leave it out")
         return self.unknown
 
     def _lost_characters(self, text: str) -> str:
         """List the characters that byte-pair encoding without an unknown token would drop.
 
-        Looks up characters as the library does: with the prefix except at the start of a word, and with the suffix at
-        its end.
+        Like the library, it looks up characters with the prefix after a word's start, and with the suffix at its end.
         """
         if self._bpe is None:
             return ""
@@ -193,18 +172,18 @@ class Vocabulary:
 
 
 @contextmanager
-def border(refused: Callable[[str], TfexportError]) -> Iterator[None]:
-    """Convert exceptions and Rust panics of `tokenizers` with `refused`."""
+def border(error_of: Callable[[str], TfexportError]) -> Iterator[None]:
+    """Convert exceptions and Rust panics of `tokenizers` with `error_of(reason)`."""
     try:
         yield
     except TfexportError:
         raise
     except Exception as error:
-        raise refused(" ".join(str(error).split()) or type(error).__name__) from error
+        raise error_of(" ".join(str(error).split()) or type(error).__name__) from error
     except BaseException as error:
         if not _is_panic(error):
             raise
-        raise refused("tokenizers panicked: " + " ".join(str(error).split())) from error
+        raise error_of("tokenizers panicked: " + " ".join(str(error).split())) from error
 
 
 def _is_panic(error: BaseException | None) -> bool:
@@ -222,7 +201,7 @@ def need_library() -> Any:
 
 
 def _not_encoded(reason: str) -> InputError:
-    return InputError(f"cannot be encoded ({reason}); leave out what the vocabulary lacks")
+    return InputError(f"cannot be encoded ({reason}); remove characters that the vocabulary lacks")
 
 
 def _not_decoded(reason: str) -> InputError:
@@ -233,16 +212,12 @@ def read_plain(path: Path) -> bytes:
     """Read a tokenizer.json."""
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise BundleError(f"{path} is not a plain file; save the tokenizer again")
-        if status.st_size > MAX_BYTES:
-            raise BundleError(f"{path} has {status.st_size} bytes, the limit is {MAX_BYTES}; save the tokenizer again")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise BundleError(f"{path} is not a regular file of at most {MAX_BYTES} bytes; save the tokenizer again")
         return path.read_bytes()
     except OSError as error:
         raise BundleError(f"cannot read {path}: {error.strerror}; check the file") from error
 
-
-# ---- trial
 
 TRIAL_MEMORY, TRIAL_MEMORY_PER_BYTE = 2 * 1024**3, 8
 TRIAL_CPU_S, _TRIAL_WALL_S = 30, 600
@@ -269,9 +244,7 @@ _passed: set[bytes] = set()
 
 
 def try_tokenizer(raw: bytes, name: str) -> None:
-    """Try an untrusted tokenizer.json in a subprocess before this process reads it.
-
-    Encodes and decodes unusual texts.
+    """Encode and decode unusual texts with an untrusted tokenizer, in a subprocess.
 
     Raises:
         BundleError: it is damaged or panics, or needs more than 30 s of CPU time or more memory than 2 GiB plus eight
@@ -280,7 +253,7 @@ def try_tokenizer(raw: bytes, name: str) -> None:
     digest = hashlib.sha256(raw).digest()
     if digest in _passed:
         return
-    limits: dict[str, Any] = {"memory_bytes": TRIAL_MEMORY + TRIAL_MEMORY_PER_BYTE * len(raw), "cpu_s": TRIAL_CPU_S}
+    limits = {"memory_bytes": TRIAL_MEMORY + TRIAL_MEMORY_PER_BYTE * len(raw), "cpu_s": TRIAL_CPU_S}
     try:
         call_in_process("tfexport.text.vocabulary:_try", name, **limits, wall_s=_TRIAL_WALL_S, data=raw)
     except ProcessError as error:
@@ -289,7 +262,7 @@ def try_tokenizer(raw: bytes, name: str) -> None:
 
 
 def _try(name: str, raw: bytes) -> None:
-    vocabulary = Vocabulary.parse(raw, name, (), None)
+    vocabulary = Vocabulary(raw, name)
     for text in ODD_TEXTS:
         try:
             ids = vocabulary.encode(text, special=True)

@@ -243,4 +243,4 @@ def test_a_call_names_another_language(tmp_path: Path) -> None:
     for name in ("fra_Latn", french):
         assert generate("--forced-bos-token-id", name)[0] == french
     assert generate("--forced-bos-token-id", "none")[0] != german
-    assert "token 'French' is none of the target's vocabulary" in generate("--forced-bos-token-id", "French", code=1)
+    assert "token 'French' is not in the target's vocabulary" in generate("--forced-bos-token-id", "French", code=1)
