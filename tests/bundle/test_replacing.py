@@ -62,7 +62,7 @@ def refuses(bundle: Path, message: str) -> None:
 def test_a_file_that_no_manifest_names_stops_it(name: str, bundle: Path, engine: Path) -> None:
     (bundle / name).parent.mkdir(exist_ok=True)
     (bundle / name).write_text("mine")
-    refuses(bundle, f"holds more than a bundle: {name!r} does not belong to it; --force deletes only what")
+    refuses(bundle, f"holds more than a bundle: {name!r} does not belong to it; --force deletes only files")
     assert (bundle / name).read_text() == "mine"
 
 
@@ -168,7 +168,7 @@ def test_an_engine_that_comes_while_the_bundle_is_written_is_not_lost(
 
     before = open_bundle(bundle)
     with (
-        pytest.raises(BundleError, match=r"the engines of .* were changed meanwhile; run it again"),
+        pytest.raises(BundleError, match=r"the engines of .* changed while the bundle was written; run it again"),
         create_bundle(bundle, force=True) as builder,
     ):
         fill(builder, NEW)

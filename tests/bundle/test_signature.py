@@ -311,7 +311,7 @@ def test_commands_sign_what_they_write(tmp_path: Path, keys: Keys) -> None:
     open_bundle(tmp_path / "out", trusted_keys=trusted(keys))
     done = run(*export, "--force")
     assert done.exit_code == 0, done.output
-    assert "the bundle was signed and will not be; sign it with --sign-key\n" in done.stderr
+    assert "the former bundle was signed, but this one is not; sign it with --sign-key\n" in done.stderr
     assert not open_bundle(tmp_path / "out").is_signed
 
 

@@ -62,16 +62,16 @@ def link(engines: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (write("notes.txt"), "'engines/notes.txt' is not named by any engine.json"),
-        (write(f"{NAME}/payload.so"), f"'engines/{NAME}/payload.so' is not named by any engine.json"),
+        (write("notes.txt"), "'engines/notes.txt' is not listed in any engine.json"),
+        (write(f"{NAME}/payload.so"), f"'engines/{NAME}/payload.so' is not listed in any engine.json"),
         (
             write(f"{NAME}/kernels/L4/payload.kernels"),
-            f"'engines/{NAME}/kernels/L4/payload.kernels' is not named by any",
+            f"'engines/{NAME}/kernels/L4/payload.kernels' is not listed in any",
         ),
-        (write("other/encoder.plan"), "'engines/other/encoder.plan' is not named by any engine.json"),
-        (write(".hidden/plan"), "'engines/.hidden/plan' is not named by any engine.json"),
-        (write(f".{NAME}.tmp-123/plan"), f"'engines/.{NAME}.tmp-123/plan' is not named by any engine.json"),
-        (damage, f"'engines/{NAME}/encoder.plan' is not named by any engine.json"),
+        (write("other/encoder.plan"), "'engines/other/encoder.plan' is not listed in any engine.json"),
+        (write(".hidden/plan"), "'engines/.hidden/plan' is not listed in any engine.json"),
+        (write(f".{NAME}.tmp-123/plan"), f"'engines/.{NAME}.tmp-123/plan' is not listed in any engine.json"),
+        (damage, f"'engines/{NAME}/encoder.plan' is not listed in any engine.json"),
         (link, f"'engines/{NAME}/encoder.plan' is a symbolic link"),
         (lambda engines: os.mkfifo(engines / "pipe"), "'engines/pipe' is neither a file nor a directory"),
         (lambda engines: os.link(engines / NAME / "engine.json", engines / "twin"), "is a hard link (2 names)"),
@@ -87,14 +87,14 @@ def test_what_no_manifest_names_is_refused(
         tfexport.load(bundle.path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith("; remove that, or copy the bundle again from its source")
+    assert str(caught.value).endswith("; remove it, or copy the bundle again from its source")
 
 
 def test_inspect_shows_what_load_refuses(bundle: Bundle) -> None:
     write("notes.txt")(bundle.path / "engines")
     found = inspect_path(bundle.path)
-    assert found["unsealed"] == ["'engines/notes.txt' is not named by any engine.json"]
-    assert "  load refuses it: 'engines/notes.txt' is not named by any engine.json" in describe(found)
+    assert found["unsealed"] == ["'engines/notes.txt' is not listed in any engine.json"]
+    assert "  load refuses it: 'engines/notes.txt' is not listed in any engine.json" in describe(found)
 
 
 @pytest.mark.parametrize(

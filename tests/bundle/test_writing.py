@@ -68,7 +68,9 @@ def test_force_replaces_only_bundles(bundle: Path, change: Callable[[str], str |
     if manifest is not None:
         (bundle / "manifest.json").write_text(manifest)
     with (
-        pytest.raises(BundleError, match="is no bundle; --force replaces bundles only; choose another name or remove"),
+        pytest.raises(
+            BundleError, match="is not a bundle; --force replaces only bundles; choose another name or remove"
+        ),
         create_bundle(bundle, force=True),
     ):
         pytest.fail("the block must not run")

@@ -108,7 +108,7 @@ VALUES: dict[str, tuple[Damage, list[str]]] = {
     "tokenizer is nowhere": (link("tokenizer.json", "/no/such/file"), ["cannot read", "No such file"]),
     "foreign tokenizer": (
         lambda folder: shutil.copy(DATES / "tokenizer.json", folder),
-        ["the largest id is", "but the model's source_vocab is 31", "use the tokenizer that the model was trained with"],
+        ["the largest id", "but the model's source_vocab is 31", "use the tokenizer that the model was trained with"],
     ),
 }
 
@@ -231,7 +231,7 @@ def test_a_bundle_without_its_weights(dates_bundle: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("command", ["generate", "embed", "verify"])
 def test_a_model_directory_is_no_bundle(command: str, model: Path) -> None:
     texts = [] if command == "verify" else ["x"]
-    refuses(run(command, model, *texts), f"make one with: tfexport onnx {model} --output BUNDLE")
+    refuses(run(command, model, *texts), f"export a model directory with: tfexport onnx {model} --output BUNDLE")
 
 
 # ---- what is missing

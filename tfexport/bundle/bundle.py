@@ -48,25 +48,19 @@ from tfexport.generation import GenerationDefaults
 
 PARITY = "parity.json"
 WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)
-SIGNATURE_DROPPED = "the bundle was signed and will not be; sign it with --sign-key"
+SIGNATURE_DROPPED = "the former bundle was signed, but this one is not; sign it with --sign-key"
 _COPY_AGAIN = "copy it again from its source or export it again"
-_ADVICE = "--force replaces bundles only; choose another name or remove it yourself"
+_ADVICE = "--force replaces only bundles; choose another name or remove it yourself"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened and checked bundle; its files must not change while it is in use.
+    """An opened and checked bundle; its files must not change while it is in use."""
 
-    Attributes:
-        path: its directory, without symbolic links.
-        manifest: its description.
-        sha256: hash of manifest.json, hex; identifies the content of the whole bundle.
-        trusted_keys: keys that sign the bundle and its engines; None accepts every bundle.
-    """
-
-    path: Path
+    path: Path  # without symbolic links
     manifest: Manifest
-    sha256: str
+    sha256: str  # of manifest.json, hex; identifies the content of the whole bundle
+    # Keys that sign the bundle and its engines; None accepts every bundle.
     trusted_keys: TrustedKeys | None = field(default=None, compare=False)
 
     @property
@@ -82,22 +76,14 @@ class Bundle:
 
 
 class Builder:
-    """Write the files of a bundle under `path`, then call `finish`.
+    """Write the files of a bundle under `path`, then call `finish`."""
 
-    Attributes:
-        path: an empty directory next to the target.
-        is_finished: whether there is a manifest.
-        drops_signature: whether a signed bundle is replaced by an unsigned one.
-        bundle: the finished bundle under its final name; set when the block has ended.
-        stale_engines: engines kept from the replaced bundle that were built from other files; set with `bundle`.
-    """
-
-    bundle: Bundle
-    stale_engines: tuple[str, ...] = ()
+    bundle: Bundle  # under its final name; set when the block of `create_bundle` has ended
+    stale_engines: tuple[str, ...] = ()  # engines of the replaced bundle that were built from other files; set as well
 
     def __init__(self, path: Path, key: SigningKey | None = None, *, replaces_signed: bool = False) -> None:
         self.path, self._key = path, key
-        self.is_finished = False
+        self.is_finished = False  # whether there is a manifest
         self.drops_signature = replaces_signed and key is None
 
     def finish(self, draft: Draft) -> None:
@@ -105,14 +91,11 @@ class Builder:
 
         Afterwards `open_bundle(path)` works, so the bundle can be verified before it is published. Call `finish` again
         after adding or changing files.
-
-        Raises:
-            BundleError: lists every file and value that a bundle cannot have.
         """
-        found = dict(walk(self.path, without=ENGINES))
+        found = dict(sorted(walk(self.path, without=ENGINES)))
         problems = [problem for name, status in found.items() if (problem := plain_problem(name, status))]
-        raise_all(BundleError, "bundle", sorted(problems))
-        files = {name: FileEntry.of(self.path / name) for name in sorted(found.keys() - {MANIFEST, SIGNATURE})}
+        raise_all(BundleError, "bundle", problems)
+        files = {name: FileEntry.of(self.path / name) for name in found if name not in (MANIFEST, SIGNATURE)}
         values = {one.name: getattr(draft, one.name) for one in dataclasses.fields(Draft)}
         try:
             manifest = Manifest(format_version=FORMAT_VERSION, kind=kind_of(draft.spec), files=files, **values)
@@ -134,15 +117,14 @@ def open_bundle(
 ) -> Bundle:
     """Open a bundle and check its signature, its manifest and the hashes of its files.
 
-    If a writer was killed while replacing the bundle, the previous bundle is restored.
+    If a writer was killed while replacing the bundle, the previous bundle is restored. `path` may be a symbolic link.
 
     Args:
-        path: the directory, or a symbolic link to it.
+        path: the directory.
         weights: False checks only the sizes of the weight files; call `check_weights` for their hashes.
         trusted_keys: one of them must have signed the manifest; None accepts every bundle.
 
     Raises:
-        ConfigError: `path` is not a valid path.
         BundleError: the bundle is missing, made by a newer version or not signed by one of the keys; or lists every
             file that is changed, missing, not in the manifest or not a plain file.
     """
@@ -191,12 +173,12 @@ def read_defaults(bundle: Bundle) -> GenerationDefaults:
 
 def _read_manifest(root: Path, path: Path) -> bytes:
     if not os.path.lexists(root):
-        raise BundleError(f"there is no bundle {path}; make one with: tfexport onnx SOURCE --output {path}")
+        raise BundleError(f"there is no bundle {path}; export one with: tfexport onnx SOURCE --output {path}")
     if not root.is_dir():
         raise BundleError(f"{path} is a file, expected the directory of a bundle")
     if not os.path.lexists(root / MANIFEST):
         raise BundleError(
-            f"{path} is no bundle, it has no {MANIFEST}; from a model directory make one with: "
+            f"{path} is not a bundle: it has no {MANIFEST}; export a model directory with: "
             f"tfexport onnx {path} --output BUNDLE"
         )
     try:
@@ -216,19 +198,9 @@ def _unreadable(path: Path, error: OSError) -> BundleError:
 def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None = None) -> Iterator[Builder]:
     """Write a bundle that appears as `output`, complete or not at all, at the end.
 
-    Args:
-        output: directory to create; missing parents are created, a symbolic link is followed.
-        force: replace a bundle or an empty directory. Engines of a replaced bundle are kept. Files that no manifest
-            lists are never deleted.
-        key: signs the bundle; None leaves it unsigned.
-
-    Yields:
-        The builder; call `finish` before the block ends.
-
-    Raises:
-        ConfigError: `output` is not a valid path.
-        BundleError: before the block runs: `output` exists, is not writable or is being written. After it: the disk is
-            full, or the files and the manifest do not form a valid bundle; the former `output` is unchanged.
+    Call `finish` of the builder before the block ends. Missing parents are created, a symbolic link is followed. After
+    an error the former `output` is unchanged. `force` replaces a bundle or an empty directory; it keeps the engines of
+    the replaced bundle, and never deletes files that no manifest lists. `key` signs the bundle.
     """
     output = checked_path(output, "output")
     target = Path(os.path.realpath(output))
@@ -240,9 +212,11 @@ def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None =
         if replaced := _replaceable(folder, output, force):
             if engines is None:
                 recover_engines(folder)
-            _check_own(folder, output, replaced)
+            problems = foreign_problems(folder, own_names(folder, replaced.files))
+            remedy = "--force deletes only files that a manifest lists; move the others, or choose another name"
+            raise_all(BundleError, f"output {output} holds more than a bundle", problems, remedy=remedy)
         if engines is not None and engine_state(folder) != engines:
-            raise BundleError(f"the engines of {output} were changed meanwhile; run it again")
+            raise BundleError(f"the engines of {output} changed while the bundle was written; run it again")
 
     with written(target, f"bundle {output}", check) as draft:
         builder = Builder(draft, key, replaces_signed=os.path.lexists(target / SIGNATURE))
@@ -268,17 +242,8 @@ def _replaceable(folder: Path, output: Path, force: bool) -> Manifest | None:
     if not any(folder.iterdir()):
         return None
     if not os.path.lexists(folder / MANIFEST):
-        raise BundleError(f"output {output} is no bundle; {_ADVICE}")
+        raise BundleError(f"output {output} is not a bundle; {_ADVICE}")
     try:
         return Manifest.from_bytes(_read_manifest(folder, output))
     except BundleError as error:
-        raise BundleError(f"output {output} is no bundle; {_ADVICE} ({error})") from error
-
-
-def _check_own(folder: Path, output: Path, manifest: Manifest) -> None:
-    raise_all(
-        BundleError,
-        f"output {output} holds more than a bundle",
-        foreign_problems(folder, own_names(folder, manifest.files)),
-        remedy="--force deletes only what a bundle names: move that elsewhere, or choose another name",
-    )
+        raise BundleError(f"output {output} is not a bundle; {_ADVICE} ({error})") from error

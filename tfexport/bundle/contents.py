@@ -1,7 +1,7 @@
 """Find the files of a bundle's engines.
 
-`tfexport.tensorrt` decides whether an engine can run. A bundle only has to know which files under `engines/` it may
-copy or delete, and that no other files are stored there.
+`tfexport.tensorrt` decides whether an engine can run. A bundle only has to know which files under `engines/` belong to
+engines, to copy or delete them and to refuse others.
 """
 
 from __future__ import annotations
@@ -39,25 +39,18 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """Files that the manifest of an engine lists.
+    """Files that the manifest of an engine lists."""
 
-    Attributes:
-        plans: file of each plan in the engine's folder, by the plan's name.
-        sources: sha256 of each file of the bundle that the engine was built from, by name.
-    """
-
-    plans: Mapping[str, str]
-    sources: Mapping[str, str]
+    plans: Mapping[str, str]  # file of each plan in the engine's folder, by the plan's name
+    sources: Mapping[str, str]  # sha256 of each file of the bundle that the engine was built from, by name
 
     @classmethod
     def read(cls, folder: Path) -> EngineFiles:
         """Read the manifest in an engine's folder."""
         if not _is_directory(folder):
             raise BundleError("it is not a directory")
-        raw = read_manifest(folder, ENGINE_MANIFEST)
-        return unseal(
-            raw, _read_engine, name=ENGINE_MANIFEST, format_version=ENGINE_FORMAT_VERSION, remedy="build it again"
-        )
+        raw, version = read_manifest(folder, ENGINE_MANIFEST), ENGINE_FORMAT_VERSION
+        return unseal(raw, _read_engine, name=ENGINE_MANIFEST, format_version=version, remedy="build it again")
 
     def names(self, folder: Path) -> set[str]:
         """Return the names of all files that an engine may have."""
@@ -87,12 +80,10 @@ def engines_in(root: Path) -> dict[str, EngineFiles]:
 
 def own_names(root: Path, files: Collection[str]) -> set[str]:
     """Return the names of all files of the bundle whose manifest lists `files`."""
-    engines = {
-        f"{ENGINES}/{name}/{file}"
-        for name, engine in engines_in(root).items()
-        for file in engine.names(root / ENGINES / name)
-    }
-    return {MANIFEST, SIGNATURE, *files, *engines}
+    names = {MANIFEST, SIGNATURE, *files}
+    for name, engine in engines_in(root).items():
+        names |= {f"{ENGINES}/{name}/{file}" for file in engine.names(root / ENGINES / name)}
+    return names
 
 
 def unsealed(root: Path) -> list[str]:
@@ -106,13 +97,15 @@ def unsealed(root: Path) -> list[str]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise BundleError(f"bundle {root}: {ENGINES} cannot be read ({error.strerror})") from error
-    raise BundleError(f"bundle {root}: {ENGINES} is changed again and again; load it when that has ended")
+            raise BundleError(
+                f"bundle {root}: cannot read {ENGINES}: {error.strerror}; check its permissions"
+            ) from error
+    raise BundleError(f"bundle {root}: {ENGINES} keeps changing; load the bundle when its engines are built")
 
 
 def check_engines(root: Path) -> None:
     """Check that `engines/` has only files that an engine lists."""
-    remedy = "remove that, or copy the bundle again from its source"
+    remedy = "remove it, or copy the bundle again from its source"
     raise_all(BundleError, f"bundle {root}", unsealed(root), remedy=remedy)
 
 
@@ -127,7 +120,7 @@ def _unsealed(root: Path) -> Iterator[str]:
         if problem := plain_problem(name, status):
             yield problem
         elif name not in own:
-            yield f"{name!r} is not named by any engine.json"
+            yield f"{name!r} is not listed in any engine.json"
 
 
 # ---- for writers
@@ -142,7 +135,7 @@ def recover_engines(root: Path) -> None:
 
 
 def recover_kernels(engine: Path) -> None:
-    """Clean up after killed writers of an engine's kernels, like `recover_engines`."""
+    """Clean up after killed writers of an engine's kernels, see `atomic.recover_all`."""
     if _is_directory(engine) and _is_directory(engine / KERNELS):
         atomic.recover_all(engine / KERNELS)
 
@@ -178,10 +171,10 @@ def _read_engine(data: dict[str, Any]) -> EngineFiles:
     files = {name: plan.get("file") for name, plan in plans.items()}
     # The names become parts of paths.
     problems = [
-        f"plans.{name[:80]} has {shortened(given)}, expected a plain name"
-        for name, file in files.items()
-        for given in (name, file)
-        if not isinstance(given, str) or not _PLAIN.fullmatch(given)
+        f"plans.{plan[:80]} has {shortened(name)}, expected a name of letters, digits, '.', '_' and '-'"
+        for plan, file in files.items()
+        for name in (plan, file)
+        if not isinstance(name, str) or not _PLAIN.fullmatch(name)
     ]
     raise_all(ConfigError, ENGINE_MANIFEST, problems)
     return EngineFiles(files, sources)

@@ -45,16 +45,12 @@ _OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contri
 
 
 class Identity(Config, subject="identity"):
-    """Name, version, license and date that the maker gives to a bundle.
-
-    The license is for example an SPDX identifier; the date is YYYY-MM-DD. The date does not come from the clock, so
-    that equal input gives equal bytes.
-    """
+    """Name, version, license and date that the maker gives to a bundle."""
 
     name: str | None = None
     version: str | None = None
-    license: str | None = None
-    date: str | None = None
+    license: str | None = None  # for example an SPDX identifier
+    date: str | None = None  # YYYY-MM-DD; not from the clock, so that equal input gives equal bytes
 
     def _problems(self) -> Iterator[str]:
         for name, value in self.given().items():
@@ -76,19 +72,12 @@ def _is_date(text: str) -> bool:
 
 
 class Provenance(Config, subject="provenance"):
-    """How the weights were imported.
+    """How the weights were imported."""
 
-    Attributes:
-        layout: name of the checkpoint layout.
-        layout_sha256: of the model directory's layout.yaml; None if it has none.
-        proven: whether the outputs of the original model were reproduced.
-        certificate_sha256: of the model directory's certificate.json.
-    """
-
-    layout: str
-    layout_sha256: Sha256 | None = None
-    proven: bool
-    certificate_sha256: Sha256
+    layout: str  # name of the checkpoint layout
+    layout_sha256: Sha256 | None = None  # of layout.yaml; None if the model directory has none
+    proven: bool  # whether the outputs of the original model were reproduced
+    certificate_sha256: Sha256  # of certificate.json
 
     def _problems(self) -> Iterator[str]:
         if not self.layout.isprintable():
@@ -96,15 +85,10 @@ class Provenance(Config, subject="provenance"):
 
 
 class ModuleEntry(Config, subject="module"):
-    """The user's own module that a bundle was exported from.
+    """The user's own module that a bundle was exported from."""
 
-    Attributes:
-        name: of its class, which is never imported.
-        weights_sha256: hash of names, dtypes, shapes and values of all tensors of its state dict.
-    """
-
-    name: str
-    weights_sha256: Sha256
+    name: str  # of its class, which is never imported
+    weights_sha256: Sha256  # of names, dtypes, shapes and values of all tensors of its state dict
 
     def _problems(self) -> Iterator[str]:
         if not self.name.isprintable() or not 1 <= len(self.name) <= _MAX_MODULE_NAME:
@@ -112,50 +96,28 @@ class ModuleEntry(Config, subject="module"):
 
 
 class Draft(Config, subject=MANIFEST):
-    """The content of a manifest, except for its files.
-
-    Attributes:
-        spec: sizes, limits, token ids and precision.
-        config: None for a module that is not the canonical transformer.
-        graphs: by name: encoder, decoder, decoder_static; encoder_contrib and decoder_contrib together; reorder, except
-            in old bundles; optionally alignment.
-        versions: of the tools that made the bundle, by name.
-        parity: summary of the verification with at least `passed`; None if it was not verified.
-        quantization: how the weights are stored; None if they have the dtype of the graphs.
-        text: token ids around a text, and recorded texts.
-        alignment: layer and heads of the alignment graph; None without one.
-        checkpoint: the files that the weights were imported from, by name.
-        provenance: how the weights were imported; None if they were not, or in old bundles.
-        identity: given by the maker.
-        module: the user's own module; None for the canonical model.
-    """
+    """The content of a manifest, except for its files."""
 
     spec: ModelSpec
-    config: TransformerConfig | None
-    graphs: Mapping[str, GraphEntry]
-    versions: Mapping[str, str]
-    parity: Mapping[str, Any] | None
-    quantization: Quantization | None = None
+    config: TransformerConfig | None  # None for a module that is not the canonical transformer
+    graphs: Mapping[str, GraphEntry]  # by name; `reorder` is missing in old bundles
+    versions: Mapping[str, str]  # of the tools that made the bundle
+    parity: Mapping[str, Any] | None  # summary of the verification with at least `passed`; None if not verified
+    quantization: Quantization | None = None  # None if the weights have the dtype of the graphs
     text: TextConfig = TextConfig()
-    alignment: AlignmentHeads | None = None
-    checkpoint: Mapping[str, FileEntry] = field(default_factory=dict)
-    provenance: Provenance | None = None
+    alignment: AlignmentHeads | None = None  # of the alignment graph; None without one
+    checkpoint: Mapping[str, FileEntry] = field(default_factory=dict)  # that the weights were imported from
+    provenance: Provenance | None = None  # None if the weights were not imported, or in old bundles
     identity: Identity = Identity()
-    module: ModuleEntry | None = None
+    module: ModuleEntry | None = None  # None for the canonical model
 
 
 class Manifest(Draft, subject=MANIFEST):
-    """The content of manifest.json.
-
-    Attributes:
-        format_version: 1.
-        kind: whether there is a decoder.
-        files: every file except the manifest, its signature and engines, by path relative to the bundle.
-    """
+    """The content of manifest.json."""
 
     format_version: int
     kind: Kind
-    files: Mapping[str, FileEntry]
+    files: Mapping[str, FileEntry]  # every file except the manifest, its signature and engines, by relative path
 
     def _problems(self) -> list[str]:
         problems = [*self._spec_problems(), *self._text_problems(), *self._graph_problems()]
@@ -167,13 +129,13 @@ class Manifest(Draft, subject=MANIFEST):
         if self.config is not None and model_spec(self.config, self.spec.precision) != self.spec:
             yield "spec and config describe different models"
         if self.config is not None and self.module is not None:
-            yield "config and module are both given, but a model is the canonical one or the user's own"
+            yield "config and module are both given, expected only one"
         if self.quantization is not None and self.spec.precision != "fp32":
             yield f"quantization is given, but spec.precision is {self.spec.precision}, expected fp32"
         if self.alignment is not None:
             try:
                 if self.alignment.within(self.spec) != self.alignment:
-                    yield "alignment: layer and heads are not counted from 0 and all named"
+                    yield "alignment: expected a layer counted from 0 and a list of heads"
             except ConfigError as error:
                 yield from (f"alignment: {problem}" for problem in error.problems)
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
@@ -200,9 +162,9 @@ class Manifest(Draft, subject=MANIFEST):
         if ENCODER not in names and (ENCODER_CONTRIB not in names or portable & names):
             yield f"missing graph {ENCODER!r}"
         if (ENCODER_CONTRIB in names) != (DECODER["contrib"] in names):
-            yield f"graphs has only one of {ENCODER_CONTRIB!r} and {DECODER['contrib']!r}, expected both or none"
+            yield f"graphs has only one of {ENCODER_CONTRIB!r} and {DECODER['contrib']!r}, expected both or neither"
         if (ALIGNMENT in names) != (self.alignment is not None):
-            yield f"only one of alignment and the graph {ALIGNMENT!r} is given, expected both or none"
+            yield f"only one of alignment and the graph {ALIGNMENT!r} is given, expected both or neither"
         if self.spec.has_decoder != bool(decoders & names):
             yield f"kind is {self.kind!r}, but the graphs are {', '.join(sorted(names))[:200] or 'none'}"
 
@@ -211,7 +173,6 @@ class Manifest(Draft, subject=MANIFEST):
         for name, graph in graphs.items():
             if "/" in graph.file or not graph.file.endswith(".onnx"):
                 yield f"graphs.{name} is {graph.file[:200]!r}, expected a file NAME.onnx next to the weights"
-        for name, graph in graphs.items():
             contract = graph_contract(self.spec, name, speculation=has_speculation(graph.spec))
             yield from (f"graphs.{name}: {problem}" for problem in contract_problems(graph.spec, contract))
 
@@ -222,7 +183,7 @@ class Manifest(Draft, subject=MANIFEST):
             if not _PLAIN_PATH.fullmatch(path) or path.split("/")[0].lower() in (MANIFEST, SIGNATURE, ENGINES):
                 yield f"files has {path[:200]!r}, expected a plain relative path inside the bundle"
             elif path.lower() in seen:
-                yield f"files has {seen[path.lower()]!r} and {path!r}, one file where case does not count"
+                yield f"files has {seen[path.lower()]!r} and {path!r}, which are the same file on some systems"
             seen[path.lower()] = path
 
     @property
@@ -232,7 +193,7 @@ class Manifest(Draft, subject=MANIFEST):
 
     @property
     def accuracy(self) -> Accuracy:
-        """The type that limits the numerical accuracy of the graphs."""
+        """The data type that limits the numerical accuracy of the graphs."""
         return self.quantization.weights if self.quantization else self.spec.precision
 
     def to_bytes(self) -> bytes:
