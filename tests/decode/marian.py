@@ -1,4 +1,4 @@
-"""A tiny random Marian that says many things, a session of its weights, and options as transformers has them."""
+"""A tiny random Marian with varied output, a session with its weights, and options as in transformers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, MarianMTModel, PreTrainedTokenizerFast
 
+from tests.decode.foreign import marian_config
 from tests.nn.foreign import canonical
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession
@@ -20,8 +21,8 @@ from tfexport.runtime.eager import EagerSession
 # As in Marian: end 0, padding last and also the start of the decoder.
 EOS, PAD, VOCAB = 0, 47, 48
 NUM_TEXTS = 100
-# Every token but the special ones says one to three of four letters. The last is no token of the model: transformers
-# looks for it to learn what a token says behind others.
+# Every token but the special ones has one to three of four letters. The last is not a token of the model: transformers
+# uses it to find out what a token adds to a text.
 LETTERS = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("stop", repeat=size)][: VOCAB - 2]
 TOKENIZER = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({token: i for i, token in enumerate(["</s>", *LETTERS, "<pad>", "abcdef"])})),
@@ -32,7 +33,7 @@ TOKENIZER.backend_tokenizer.decoder = Fuse()
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """Spell special tokens out, as transformers does where it looks for stop strings."""
+    """Decode with special tokens, as transformers does to find stop strings."""
     return str(TOKENIZER.decode(list(token_ids)))
 
 
@@ -45,34 +46,17 @@ class Pair:
 
 def make_pair() -> Pair:
     torch.manual_seed(0)
-    config = MarianConfig(
-        vocab_size=VOCAB,
-        decoder_vocab_size=VOCAB,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_position_embeddings=64,
-        init_std=1.0,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        decoder_start_token_id=PAD,
-        forced_eos_token_id=None,
-        tie_word_embeddings=False,
-    )
-    # float64 on both sides: the same logits to the last bit of float32, so that every id must agree.
+    config = marian_config(encoder_layers=1, forced_eos_token_id=None, tie_word_embeddings=False)
+    # float64 on both sides gives logits that are equal in float32, so that every id must agree.
     theirs = MarianMTModel(config).double().eval()
-    theirs.model.shared = theirs.model.encoder.embed_tokens  # which transformers leaves random and unused
+    theirs.model.shared = theirs.model.encoder.embed_tokens  # transformers leaves it random and unused
     with torch.no_grad():
         make_talkative(theirs)
     return Pair(theirs, EagerSession(canonical(theirs)), random_sources())
 
 
 def make_talkative(model: MarianMTModel) -> None:
-    """Let texts differ and end at many lengths: sharp attention, logits of spread 1.5 around 0, a likely end."""
+    """Sharpen attention and scale logits, so that texts differ and end at many lengths."""
     for name, parameter in model.named_parameters():
         if "q_proj" in name:
             parameter.mul_(4)
@@ -87,12 +71,12 @@ def make_talkative(model: MarianMTModel) -> None:
 
 
 def random_sources() -> list[list[int]]:
-    rng = np.random.default_rng(4)  # few seeds let so few texts say "stop"
+    rng = np.random.default_rng(4)  # with most seeds more texts contain "stop"
     return [rng.integers(1, PAD, rng.integers(1, 13)).tolist() for _ in range(NUM_TEXTS)]
 
 
 def their_settings(config: DecodeConfig) -> GenerationConfig:
-    """Spell a configuration as transformers does: None for what is not asked for, for 0 new tokens are a wish."""
+    """Convert a configuration to one of transformers, which uses None for options that are not set."""
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}
     assert given.pop("seed") == 0
     assert not given.pop("return_alternatives")

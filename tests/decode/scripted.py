@@ -1,4 +1,4 @@
-"""A session whose logits are written down or drawn from what was read, so that answers can be worked out by hand."""
+"""A session with scripted or random logits, so that results can be computed by hand."""
 
 from __future__ import annotations
 
@@ -19,21 +19,14 @@ Script = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
 
 @dataclass
 class ScriptedSession:
-    """Answers with `script(source, history)` [vocab], where the history begins with the start token.
-
-    Attributes:
-        encoded: shape of each source batch.
-        steps: for each step the number of rows and of candidates asked for.
-        removed: sources that left, for each time that some did.
-        can_join: of its batches.
-    """
+    """Returns the logits `script(source, history)` [vocab]; the history begins with the start token."""
 
     vocab: int
     script: Script
     max_target_length: int = 16
-    encoded: list[tuple[int, ...]] = field(default_factory=list)
-    steps: list[tuple[int, int]] = field(default_factory=list)
-    removed: list[list[int]] = field(default_factory=list)
+    encoded: list[tuple[int, ...]] = field(default_factory=list)  # shape of each source batch
+    steps: list[tuple[int, int]] = field(default_factory=list)  # number of rows and of candidates
+    removed: list[list[int]] = field(default_factory=list)  # sources of each `remove`
     backend: str = "scripted"
     accuracy: Accuracy = "fp32"
     can_join: bool = True
@@ -59,7 +52,7 @@ class ScriptedSession:
         return ScriptedBatch(self, width)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        raise AssertionError("decoding never asks for hidden states")
+        raise AssertionError("decoding needs no hidden states")
 
     def close(self) -> None:
         pass
@@ -76,7 +69,7 @@ class ScriptedBatch(CheckedBatch):
 
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         if not self.can_join:
-            assert not self.sources, "a batch that nobody may join was joined"
+            assert not self.sources, "sources joined a batch that cannot be joined"
             assert len({len(prompt) for prompt in prompts}) == 1
         self.session.encoded.append(source_ids.shape)
         self.sources += [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
@@ -88,12 +81,8 @@ class ScriptedBatch(CheckedBatch):
     def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         self.session.steps.append((len(target_ids), num_candidates))
         self._measure([(*history, new) for history, new in zip(self.histories, target_ids.tolist(), strict=True)])
-        logits = np.stack(
-            [
-                self.session.script(self.sources[row // self.width], history)
-                for row, history in enumerate(self.histories)
-            ]
-        )
+        pairs = [(self.sources[row // self.width], history) for row, history in enumerate(self.histories)]
+        logits = np.stack([self.session.script(*pair) for pair in pairs])
         token_ids = np.argsort(-logits, axis=1, kind="stable")[:, :num_candidates]
         return Candidates(
             token_ids,
@@ -112,7 +101,7 @@ class ScriptedBatch(CheckedBatch):
 
 
 def table(vocab: int, rows: dict[tuple[int, ...], dict[int, float]]) -> Script:
-    """Write down probabilities after each history, without the start token; the rest of a row shares what is left."""
+    """Give probabilities after each history without the start token; the other tokens share the rest."""
 
     def script(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
         given = rows[history[1:]]
@@ -123,7 +112,7 @@ def table(vocab: int, rows: dict[tuple[int, ...], dict[int, float]]) -> Script:
 
 
 def drawn(vocab: int, *, eos_bias: float = 0.0, seed: int = 0) -> Script:
-    """Draw logits from source and history alone: the same whatever else is in the batch."""
+    """Draw logits that depend only on source and history."""
 
     def script(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng(zlib.crc32(repr((seed, source, history)).encode()))

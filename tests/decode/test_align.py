@@ -1,4 +1,4 @@
-"""Alignments are the cross-attentions of transformers and PyTorch, alone and in batches."""
+"""Alignments equal the cross-attentions of transformers and PyTorch, in any batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_alignments_are_those_of_transformers(make: Callable[..., tuple], layer:
             output = theirs(input_ids=torch.tensor([source]), decoder_input_ids=read, output_attentions=True)
         weights = output.cross_attentions[layer][0].numpy()
         expected.append((weights[list(heads)] if heads else weights).mean(0))
-    assert np.ptp(np.concatenate([one.ravel() for one in expected])) > 0.5, "weights that are all alike prove nothing"
+    assert np.ptp(np.concatenate([one.ravel() for one in expected])) > 0.5, "equal weights prove nothing"
     for batch_size in (1, 4, 32):
         assert_same(align(session, sources, targets, batch_size=batch_size), expected)
     session.close()
@@ -66,7 +66,7 @@ def test_alignments_are_those_of_transformers(make: Callable[..., tuple], layer:
 
 
 class TorchModel:
-    """An `nn.Transformer` that was asked for the weights of its cross-attention, and the same model here."""
+    """An `nn.Transformer` that returns its cross-attention, and the same canonical model."""
 
     def __init__(self) -> None:
         self.transformer = nn.Transformer(32, HEADS, 2, LAYERS, 48, 0.0, batch_first=True, dtype=torch.float64)
@@ -78,7 +78,7 @@ class TorchModel:
         self.ours = canonical_from_torch(self.transformer.eval(), *self.embeddings, generator, self.positions, TOKENS)
 
     def weights(self, layer: int, source: list[int], read: list[int]) -> np.ndarray:
-        """Run one pair alone, and the layer's own attention again with `need_weights`: [heads, target, source]."""
+        """Run one pair, and the layer's attention again with `need_weights`: [heads, target, source]."""
         seen: list[tuple] = []
         attention = self.transformer.decoder.layers[layer].multihead_attn
         hook = attention.register_forward_pre_hook(lambda module, args: seen.append(args))
@@ -120,9 +120,9 @@ def test_a_prefix_and_another_start_are_read_and_not_aligned() -> None:
     named = AlignmentHeads(layer=1).within(model_spec(TORCH.ours.config, "fp32"))
     session = EagerSession(TORCH.ours, alignment=named)
     whole, alone = align(session, [[5, 6, 7], [4]], [[8, 9, 10, 11], [3]], start=7)
-    behind, empty = align(session, [[5, 6, 7], [4]], [[10, 11], [3]], prefixes=[[8, 9], []], start=7)
-    assert behind.target_ids == (10, 11)
-    assert behind.weights == pytest.approx(whole.weights[2:], abs=1e-6)
+    prefixed, empty = align(session, [[5, 6, 7], [4]], [[10, 11], [3]], prefixes=[[8, 9], []], start=7)
+    assert prefixed.target_ids == (10, 11)
+    assert prefixed.weights == pytest.approx(whole.weights[2:], abs=1e-6)
     assert empty.weights == pytest.approx(alone.weights, abs=1e-6)
     expected = TORCH.weights(1, [5, 6, 7], [7, 8, 9, 10]).mean(0)
     assert whole.weights == pytest.approx(expected, abs=1e-5)
@@ -134,20 +134,16 @@ def test_bad_pairs_are_named() -> None:
     with pytest.raises(InputError, match=r"pair 2: the target is empty.*; pair 3: the target has 21 tokens") as caught:
         align(session, [[5], [5], [5]], [[3] * LENGTH, [], [3] * (LENGTH + 1)])
     assert caught.value.indices == (1, 2)
-    with pytest.raises(InputError, match="align: got 2 targets for 1 sources; give one each"):
-        align(session, [[5]], [[3], [4]])
-    with pytest.raises(InputError, match="batch_size is 0"):
-        align(session, [[5]], [[3]], batch_size=0)
 
 
-def test_what_cannot_align_says_what_can() -> None:
+def test_sessions_without_alignment_are_refused() -> None:
     with pytest.raises(ConfigError, match="backend scripted cannot return attention; use backend ort or eager"):
         align(ScriptedSession(5, table(5, {})), [[5]], [[3]])
     with pytest.raises(ConfigError, match="exported without alignment; export it again with --alignment LAYER"):
         align(EagerSession(TORCH.ours), [[5]], [[3]])
 
 
-def test_numbers_that_are_none_are_refused() -> None:
+def test_nan_names_the_pair() -> None:
     broken = TorchModel().ours
     with torch.no_grad():
         broken.dec.layers[0].cross.q.bias[0] = math.nan

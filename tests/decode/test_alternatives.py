@@ -1,9 +1,10 @@
-"""Alternatives are the best next tokens, each continued as behind a prefix that ends with it."""
+"""Alternatives are the best next tokens, each continued like a prefix that ends with it."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import tfexport
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
 from tfexport.decode.offline import decode
 from tfexport.decode.score import score
-from tfexport.errors import BackendError, ConfigError, InputError
+from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
@@ -20,26 +21,21 @@ VOCAB = 12
 
 
 def by_hand(
-    session: Session,
-    source: list[int],
-    prefix: list[int],
-    count: int,
-    first: list[tuple[int, float]],
-    **settings: object,
+    session: Session, source: list[int], prefix: list[int], count: int, first: list[tuple[int, float]], **settings: Any
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Continue each of the `count` best of `first` behind a prefix that ends with it."""
+    """Continue a prefix with each of the `count` best tokens of `first`."""
     found = []
     for token, log_prob in sorted(first, key=lambda pair: -pair[1])[:count]:
         if token == session.spec.tokens.eos:
             found.append(((*prefix, token), log_prob))
             continue
-        ((best,),) = decode(session, [source], DecodeConfig(**settings), prefixes=[[*prefix, token]])  # type: ignore[arg-type]
+        ((best,),) = decode(session, [source], DecodeConfig(**settings), prefixes=[[*prefix, token]])
         found.append((best.token_ids, log_prob + best.log_prob))
     return found
 
 
 def next_tokens(session: Session, source: list[int], prefix: list[int]) -> list[tuple[int, float]]:
-    """Score every token of the vocabulary behind a prefix."""
+    """Score every token of the vocabulary after a prefix."""
     vocab = session.spec.vocab
     scores = score(session, [source] * vocab, [[i] for i in range(vocab)], prefixes=[prefix] * vocab, add_eos=False)
     return [(token, one.log_prob) for token, one in enumerate(scores)]
@@ -47,7 +43,7 @@ def next_tokens(session: Session, source: list[int], prefix: list[int]) -> list[
 
 @pytest.mark.parametrize("can_join", [True, False])
 @pytest.mark.parametrize(
-    "settings", [{}, {"no_repeat_ngram_size": 2}, {"num_beams": 3, "length_penalty": 0.0}, {"max_length": 8}], ids=str
+    "settings", [{}, {"no_repeat_ngram_size": 2, "max_length": 8}, {"num_beams": 3, "length_penalty": 0.0}]
 )
 def test_each_best_next_token_is_continued(settings: dict[str, float], can_join: bool) -> None:
     session = ScriptedSession(VOCAB, drawn(VOCAB, eos_bias=1), can_join=can_join)
@@ -74,7 +70,7 @@ def test_each_best_next_token_is_continued(settings: dict[str, float], can_join:
             assert best.finish_reason == ("eos" if best.token_ids[-1] == EOS else "length")
 
 
-def test_alternatives_written_down() -> None:
+def test_alternatives_computed_by_hand() -> None:
     script = table(
         VOCAB, {(3,): {4: 0.5, 5: 0.25, EOS: 0.125}, (3, 4): {EOS: 0.9}, (3, 5): {6: 0.8}, (3, 5, 6): {EOS: 0.5}}
     )
@@ -113,7 +109,7 @@ def test_filters_and_forced_tokens_come_first() -> None:
 
     best = [ids[0] for ids in found(num_return_sequences=12)]
     assert sorted(best) == list(range(VOCAB))
-    assert found(num_return_sequences=64) == found(num_return_sequences=12), "there are no more"
+    assert found(num_return_sequences=64) == found(num_return_sequences=12), "there are only 12 tokens"
     left = found(num_return_sequences=12, suppress_tokens=tuple(best[:3]), min_new_tokens=1)
     assert [ids[0] for ids in left] == [token for token in best[3:] if token != EOS]
     assert {ids[0] for ids in found(num_return_sequences=3, forced_bos_token_id=9)} == {9}
@@ -125,10 +121,8 @@ def test_filters_and_forced_tokens_come_first() -> None:
     assert [(one.token_ids, one.finish_reason) for one in texts if one.token_ids[0] == 5] == [((5,), "stop")]
 
 
-def test_what_cannot_be() -> None:
+def test_errors_name_the_text() -> None:
     session = ScriptedSession(VOCAB, drawn(VOCAB))
-    with pytest.raises(ConfigError, match="return_alternatives with do_sample; set one of them to false"):
-        DecodeConfig(return_alternatives=True, do_sample=True)
     banned = DecodeConfig(return_alternatives=True, suppress_tokens=tuple(range(VOCAB)))
     with pytest.raises(InputError, match="text 2 has no token to choose from after 0 new ones") as found:
         decode(session, [[7], [8]], banned, prefixes=[[3], []])

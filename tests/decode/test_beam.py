@@ -1,4 +1,4 @@
-"""Beam search on scripted probabilities, worked out by hand, and its independence of the batch."""
+"""Beam search on scripted probabilities, computed by hand, and its independence of the batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GARDEN_PATH = {
 }
 
 
-def test_finds_what_greedy_misses() -> None:
+def test_beam_search_finds_a_better_text_than_greedy_search() -> None:
     session = ScriptedSession(8, table(8, GARDEN_PATH))
     assert decode(session, [[9]], DecodeConfig(max_new_tokens=3))[0][0].token_ids == (3, 5, EOS)
     config = DecodeConfig(num_beams=2, num_return_sequences=2, max_new_tokens=3, length_penalty=2.0)
@@ -51,7 +51,7 @@ def test_finds_what_greedy_misses() -> None:
 @pytest.mark.parametrize(
     ("early_stopping", "steps", "expected"),
     [
-        # Both places are filled after one token each way: stop at once.
+        # Both places are filled after one token each: stop at once.
         (True, 2, (EOS,)),
         # The running beam scores log(.5·.2)/2 = -1.15, better than the second place, log(.5·.1)/2 = -1.50, but not
         # after another token, log(.5·.2·.3)/3 = -1.17 against log(.5·.2·.5)/3 = -1.00, which fills the second place.
@@ -74,7 +74,7 @@ def test_early_stopping(early_stopping: bool | str, steps: int, expected: tuple[
     assert (len(session.steps), found[0].token_ids) == (steps, expected)
 
 
-def test_settled_sources_leave_the_batch() -> None:
+def test_settled_sources_are_removed_from_the_batch() -> None:
     def script(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
         logits = np.arange(6.0)
         logits[EOS] = 20 if len(history) >= source[0] else -20
@@ -87,7 +87,7 @@ def test_settled_sources_leave_the_batch() -> None:
     assert [rows for rows, _ in session.steps] == [6, 6, 6, 2, 2]
 
 
-def test_fewer_hypotheses_where_bans_leave_fewer() -> None:
+def test_bans_may_leave_fewer_hypotheses() -> None:
     config = DecodeConfig(num_beams=2, num_return_sequences=2, max_new_tokens=1, suppress_tokens=(0, 1, 2, 3, 4))
     (found,) = decode(ScriptedSession(6, drawn(6)), [[9]], config)
     assert [hypothesis.token_ids for hypothesis in found] == [(5,)]

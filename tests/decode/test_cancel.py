@@ -1,4 +1,4 @@
-"""A call that another thread gives up ends at the next step, and costs nothing who gives no event."""
+"""A cancelled call ends at the next step; an event that is never set changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEARCHES = [
 
 
 class SeveralSteps(ScriptedBatch):
-    """Takes several steps in one call; each takes its time."""
+    """Takes several slow steps in one call."""
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         time.sleep(STEP_S)
@@ -44,22 +44,18 @@ class SeveralSteps(ScriptedBatch):
             target_ids = parts[-1].token_ids[:, 0]
             if not stop_ids.isdisjoint(target_ids.tolist()):
                 break
-        return Candidates(
-            np.stack([part.token_ids for part in parts]),
-            np.stack([part.logits for part in parts]),
-            np.stack([part.log_normalizer for part in parts]),
-        )
+        return Candidates(*(np.stack(some) for some in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 class SeveralStepsSession(ScriptedSession):
-    """A session of such batches, whose `encoded` lists how many steps were asked for too."""
+    """A session of such batches; `encoded` also lists the number of requested steps."""
 
     def batch(self, width: int = 1) -> ScriptedBatch:
         return SeveralSteps(self, width)
 
 
 def cancelled_after(steps: int, run: Callable[[ScriptedSession, threading.Event], object]) -> int:
-    """Cancel a call in a step and return how many were taken."""
+    """Cancel a call during a step and return how many steps it took."""
     cancel = threading.Event()
     session = ScriptedSession(VOCAB, drawn(VOCAB))
     script = session.script
@@ -81,17 +77,15 @@ def test_a_call_ends_with_the_step_in_which_it_is_cancelled(config: DecodeConfig
     assert cancelled_after(steps, lambda session, cancel: decode(session, [[3], [4]], config, cancel=cancel)) == steps
 
 
-def test_scores_and_streams_end_likewise() -> None:
-    targets = [[3] * 9, [4] * 12]
+def test_cancelling_scores_and_streams() -> None:
+    targets, config = [[3] * 9, [4] * 12], DecodeConfig(min_new_tokens=10)
     assert cancelled_after(5, lambda session, cancel: score(session, [[3], [4]], targets, cancel=cancel)) == 5
-    config = DecodeConfig(min_new_tokens=10)
     assert cancelled_after(5, lambda session, cancel: list(stream(session, [3], config, cancel=cancel))) == 5
 
 
-def test_what_is_cancelled_beforehand_never_runs() -> None:
-    cancel = threading.Event()
+def test_a_call_that_is_cancelled_beforehand_runs_nothing() -> None:
+    cancel, session = threading.Event(), ScriptedSession(VOCAB, drawn(VOCAB))
     cancel.set()
-    session = ScriptedSession(VOCAB, drawn(VOCAB))
     for config in SEARCHES:
         with pytest.raises(Cancelled):
             decode(session, [[3]], config, cancel=cancel)
@@ -100,23 +94,22 @@ def test_what_is_cancelled_beforehand_never_runs() -> None:
     assert session.encoded == []
 
 
-def test_an_event_that_nobody_sets_changes_nothing() -> None:
+def test_an_event_that_is_never_set_changes_nothing() -> None:
     for config in SEARCHES:
         session = ScriptedSession(VOCAB, drawn(VOCAB))
         sources = [[3 + number] for number in range(7)]
         assert decode(session, sources, config, cancel=threading.Event()) == decode(session, sources, config)
 
 
-def test_steps_taken_at_once_are_few_only_where_a_call_can_be_cancelled() -> None:
-    config = DecodeConfig()
-    session = SeveralStepsSession(VOCAB, drawn(VOCAB, eos_bias=-1e3), max_target_length=60)
+def test_fewer_steps_are_taken_at_once_if_a_call_can_be_cancelled() -> None:
+    config, session = DecodeConfig(), SeveralStepsSession(VOCAB, drawn(VOCAB, eos_bias=-1e3), max_target_length=60)
     expected = decode(session, [[3]], config)
     assert session.encoded[1:] == [(60,)]
     session.encoded.clear()
     assert decode(session, [[3]], config, cancel=threading.Event()) == expected
-    asked = [steps for (steps,) in session.encoded[1:]]
-    assert max(asked) <= SEEN_WITHIN_S / STEP_S
-    assert len(asked) < 30  # several at once all the same
+    requested = [steps for (steps,) in session.encoded[1:]]
+    assert max(requested) <= SEEN_WITHIN_S / STEP_S
+    assert len(requested) < 30  # still several at once
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +122,11 @@ def model(dates_bundle: Path) -> Iterator[Model]:
 def test_another_thread_ends_a_long_call_soon(model: Model, options: dict[str, Any]) -> None:
     cancel, set_at = threading.Event(), [0.0]
 
-    def give_up() -> None:
+    def set_event() -> None:
         set_at[0] = time.perf_counter()
         cancel.set()
 
-    timer = threading.Timer(0.1, give_up)
+    timer = threading.Timer(0.1, set_event)
     timer.start()
     with pytest.raises(Cancelled):
         for _ in range(10_000):
@@ -170,10 +163,10 @@ def test_every_call_takes_an_event(model: Model, dates_aligned: Path) -> None:
 def test_progress_may_cancel(model: Model) -> None:
     cancel, done = threading.Event(), list[int]()
 
-    def tell(count: int) -> None:
+    def progress(count: int) -> None:
         done.append(count)
         cancel.set()
 
     with pytest.raises(Cancelled):
-        model.generate(["le 14 juillet 1989"] * 9, batch_size=2, on_progress=tell, cancel=cancel)
+        model.generate(["le 14 juillet 1989"] * 9, batch_size=2, on_progress=progress, cancel=cancel)
     assert sum(done) < 9

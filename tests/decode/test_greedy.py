@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.decode.scripted import EOS, START, ScriptedBatch, ScriptedSession, drawn, table
+from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
 from tfexport.decode._greedy import distribution
 from tfexport.decode.offline import decode, stream
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Ids
 
 SOURCES = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=5), min_size=1, max_size=7)
 SAMPLING = DecodeConfig(do_sample=True, max_new_tokens=8, num_return_sequences=3, temperature=1.3, top_p=0.9, seed=7)
@@ -49,9 +49,12 @@ def test_long_texts_are_kept_whole(num_beams: int) -> None:
     assert found.log_prob == pytest.approx(log_prob, rel=1e-4)
 
 
-def test_equal_logits_give_the_lowest_id() -> None:
-    (found,) = decode(ScriptedSession(6, lambda *_: np.zeros(6)), [[7]], DecodeConfig(max_new_tokens=1))
-    assert found[0].token_ids == (0,)
+def test_equal_and_infinite_logits() -> None:
+    """Equal logits give the lowest id; logits of minus infinity are a ban of the model."""
+    for logits, expected in (([0.0] * 6, (0, 0)), ([-np.inf, -np.inf, 0, 1, -np.inf, -np.inf], (3, 3))):
+        session = ScriptedSession(6, lambda *_, logits=logits: np.array(logits))
+        (found,) = decode(session, [[7]], DecodeConfig(max_new_tokens=2))[0]
+        assert found.token_ids == expected
 
 
 def test_prefix_is_in_the_ids_but_not_in_the_score() -> None:
@@ -64,37 +67,38 @@ def test_prefix_is_in_the_ids_but_not_in_the_score() -> None:
     assert len(session.steps) == 2, "start token and prefix are read when the text is added"
 
 
-def test_finished_rows_leave_the_batch() -> None:
-    ends = {3: 1, 4: 3, 5: 2}  # first source token → new tokens until the end
-    session = ScriptedSession(6, lambda source, history: np.eye(6)[EOS if len(history) == ends[source[0]] else 3])
-    found = decode(session, [[3], [4], [5]], DecodeConfig())
-    assert [hypotheses[0].token_ids for hypotheses in found] == [(EOS,), (3, 3, EOS), (3, EOS)]
-    assert [rows for rows, _ in session.steps] == [3, 2, 1]
+@pytest.mark.parametrize(
+    ("lengths", "rows", "removed"),
+    [
+        ([1, 3, 2], [3, 2, 1], [[0], [0]]),
+        ([2, 4, 2, 4, 4], [5, 5, 3, 3], [[0, 2]]),  # a batch whose sources are all done is not emptied
+    ],
+)
+def test_finished_rows_are_removed(lengths: list[int], rows: list[int], removed: list[list[int]]) -> None:
+    session = ScriptedSession(6, lambda source, history: np.eye(6)[EOS if len(history) == lengths[source[0]] else 3])
+    found = decode(session, [[text] for text in range(len(lengths))], DecodeConfig())
+    assert [best.token_ids for (best,) in found] == [(*[3] * (length - 1), EOS) for length in lengths]
+    assert [count for count, _ in session.steps] == rows
+    assert session.removed == removed
 
 
-def test_rows_that_end_leave_at_once_together() -> None:
-    ends = {3: 2, 4: 4, 5: 2, 6: 4, 7: 4}
-    session = ScriptedSession(6, lambda source, history: np.eye(6)[EOS if len(history) == ends[source[0]] else 3])
-    found = decode(session, [[3], [4], [5], [6], [7]], DecodeConfig())
-    assert [len(hypotheses[0].token_ids) for hypotheses in found] == [2, 4, 2, 4, 4]
-    assert session.removed == [[0, 2]], "a batch that is done as a whole is not emptied first"
-
-
-def test_asks_for_no_more_candidates_than_it_needs() -> None:
+def test_no_more_candidates_are_requested_than_needed() -> None:
     session = ScriptedSession(50, drawn(50, eos_bias=-99))
-    decode(session, [[7]], DecodeConfig(max_new_tokens=2))
-    decode(
-        session, [[7]], DecodeConfig(max_new_tokens=2, no_repeat_ngram_size=2, min_new_tokens=1, suppress_tokens=(5, 6))
-    )
-    decode(session, [[7]], DecodeConfig(max_new_tokens=3, no_repeat_ngram_size=1))  # bans the 1, 2, 3 tokens before
-    decode(session, [[7]], DecodeConfig(max_new_tokens=2, repetition_penalty=1.1))
-    decode(session, [[7]], DecodeConfig(max_new_tokens=1, repetition_penalty=0.9))
-    decode(session, [[7]], DecodeConfig(max_new_tokens=1, do_sample=True, top_k=9))
-    decode(session, [[7]], DecodeConfig(max_new_tokens=1, do_sample=True, top_k=0))
+    options: list[dict[str, Any]] = [
+        {"max_new_tokens": 2},
+        {"max_new_tokens": 2, "no_repeat_ngram_size": 2, "min_new_tokens": 1, "suppress_tokens": (5, 6)},
+        {"max_new_tokens": 3, "no_repeat_ngram_size": 1},  # bans the 1, 2, 3 tokens before
+        {"max_new_tokens": 2, "repetition_penalty": 1.1},
+        {"max_new_tokens": 1, "repetition_penalty": 0.9},
+        {"max_new_tokens": 1, "do_sample": True, "top_k": 9},
+        {"max_new_tokens": 1, "do_sample": True, "top_k": 0},
+    ]
+    for one in options:
+        decode(session, [[7]], DecodeConfig(**one))
     assert [count for _, count in session.steps] == [1, 1, 4, 4, 2, 3, 4, 2, 3, 50, 9, 50]
 
 
-def test_bans_beyond_the_vocabulary_are_an_error() -> None:
+def test_banning_every_token_is_an_error() -> None:
     config = DecodeConfig(no_repeat_ngram_size=1, min_new_tokens=7, max_new_tokens=8)
     with pytest.raises(InputError, match="the text has no token to choose from after 4 new ones"):
         decode(ScriptedSession(6, drawn(6)), [[7]], config)
@@ -108,12 +112,6 @@ def test_broken_logits_name_their_text(bad: float, num_beams: int) -> None:
 
     with pytest.raises(BackendError, match="text 2 at new token 3"), np.errstate(all="ignore"):
         decode(ScriptedSession(6, script), [[7], [8], [9, 9]], DecodeConfig(num_beams=num_beams))
-
-
-def test_banned_by_the_model_is_not_broken() -> None:
-    logits = np.array([-np.inf, -np.inf, 0, 1, -np.inf, -np.inf])
-    (found,) = decode(ScriptedSession(6, lambda *_: logits), [[7]], DecodeConfig(max_new_tokens=2))
-    assert found[0].token_ids == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -135,16 +133,13 @@ def test_samples_are_drawn_from_the_distribution_of_hugging_face(temperature: fl
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_samples_follow_their_probabilities() -> None:
+def test_samples_have_the_probability_they_were_drawn_with() -> None:
     script = table(6, {(): {3: 0.6, 4: 0.3, 5: 0.1 - 3e-9}})
     config = DecodeConfig(do_sample=True, max_new_tokens=1, num_return_sequences=50)
-    found = decode(ScriptedSession(6, script), [[7]] * 40, config)
-    drawn_ids = np.array([sample.token_ids[0] for samples in found for sample in samples])
-    shares = np.bincount(drawn_ids, minlength=6)[3:] / 2000
-    np.testing.assert_allclose(shares, [0.6, 0.3, 0.1], atol=4 * math.sqrt(0.25 / 2000))
-    for samples in found:
-        for sample in samples:
-            assert sample.log_prob == pytest.approx(math.log({3: 0.6, 4: 0.3, 5: 0.1}[sample.token_ids[0]]), abs=1e-5)
+    (samples,) = decode(ScriptedSession(6, script), [[7]], config)
+    assert {sample.token_ids for sample in samples} == {(3,), (4,), (5,)}
+    for sample in samples:
+        assert sample.log_prob == pytest.approx(math.log({3: 0.6, 4: 0.3, 5: 0.1}[sample.token_ids[0]]), abs=1e-5)
 
 
 @given(sources=SOURCES, batch_size=st.integers(1, 8), mate=st.integers(3, 99))
@@ -153,7 +148,7 @@ def test_a_sample_depends_on_seed_and_place_only(sources: list[list[int]], batch
     session = ScriptedSession(9, drawn(9))
     found = decode(session, sources, SAMPLING)
     assert_same(decode(session, sources, SAMPLING, batch_size=batch_size), found)
-    # The last text in its place, behind other batch mates.
+    # The last text at the same place, after other texts.
     mates = [[mate]] * (len(sources) - 1)
     assert_same(decode(session, [*mates, sources[-1]], SAMPLING, batch_size=3)[-1:], found[-1:])
 
@@ -174,66 +169,13 @@ def test_samples_differ_between_seeds_texts_and_numbers() -> None:
     assert len({sample.token_ids for samples in found for sample in samples}) == 12
 
 
-class BuffersReused(ScriptedSession):
-    """Hands out the same memory at every step, as a session does that copies nothing."""
-
-    def batch(self, width: int = 1) -> ScriptedBatch:
-        return ReusingBatch(self, width)
-
-
-class ReusingBatch(ScriptedBatch):
-    handed_out: tuple[np.ndarray, ...] = ()
-
-    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        target_ids = target_ids.copy()
-        for array in self.handed_out:
-            array.fill(-1)
-        found = super().step(target_ids, num_candidates)
-        self.handed_out = (found.token_ids, found.logits, found.log_normalizer)
-        return found
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        DecodeConfig(),
-        DecodeConfig(min_new_tokens=4, suppress_tokens=(5,)),
-        DecodeConfig(repetition_penalty=1.3, no_repeat_ngram_size=2, max_new_tokens=9),
-        SAMPLING,
-        DecodeConfig(num_beams=3, num_return_sequences=3),
-        DecodeConfig(num_beams=3, min_new_tokens=2, no_repeat_ngram_size=2),
-    ],
-)
-def test_candidates_are_not_needed_after_their_step(config: DecodeConfig) -> None:
-    sources = [[3], [4, 5], [6], [7, 8, 9]]
-    expected = decode(ScriptedSession(12, drawn(12, eos_bias=1)), sources, config)
-    assert decode(BuffersReused(12, drawn(12, eos_bias=1)), sources, config) == expected
-    if config.num_beams == 1 == config.num_return_sequences:
-        tokens = tuple(stream(BuffersReused(12, drawn(12, eos_bias=1)), sources[0], config))
-        assert tokens == expected[0][0].token_ids
-
-
-@given(source=st.lists(st.integers(3, 99), min_size=1, max_size=5), sample=st.booleans(), forced=st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_a_stream_gives_what_decode_gives(source: list[int], sample: bool, forced: bool) -> None:
-    session = ScriptedSession(9, drawn(9))
-    config = DecodeConfig(do_sample=sample, forced_bos_token_id=5 if forced else None)
-    prefix = [] if forced else [4, 6]
-    (found,) = decode(session, [source], config, prefixes=[prefix])
-    assert tuple(stream(session, source, config, prefix=prefix)) == found[0].token_ids
-
-
-def test_a_stream_runs_as_it_is_read() -> None:
+def test_a_stream_is_checked_at_once_and_runs_as_it_is_read() -> None:
     session = ScriptedSession(9, drawn(9, eos_bias=-99))
     tokens = stream(session, [7], DecodeConfig())
     assert session.steps == []
     next(tokens)
     next(tokens)
     assert len(session.steps) == 2
-
-
-def test_a_stream_is_checked_before_it_is_read() -> None:
-    session = ScriptedSession(9, drawn(9))
     with pytest.raises(InputError, match="the source is empty"):
         stream(session, [], DecodeConfig())
     with pytest.raises(InputError, match=r"num_beams is 2.*set it to 1.*num_return_sequences is 2.*set it to 1"):

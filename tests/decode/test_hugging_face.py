@@ -1,4 +1,4 @@
-"""Decoding says what Hugging Face `generate` says, id for id, on a Marian of the same random weights."""
+"""Decoding equals Hugging Face `generate`, id for id, on a Marian with the same random weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair() -> Pair:
 
 @torch.inference_mode()
 def generate(pair: Pair, config: DecodeConfig, prefix: list[int] | None = None) -> list[list[tuple[list[int], float]]]:
-    """Return ids without the start token, and score, of each text's hypotheses, by Hugging Face."""
+    """Return ids without the start token and score of each hypothesis of Hugging Face."""
     length = max(map(len, pair.sources))
     ids = torch.tensor([source + [PAD] * (length - len(source)) for source in pair.sources])
     mask = torch.tensor([[1] * len(source) + [0] * (length - len(source)) for source in pair.sources])
@@ -54,7 +54,7 @@ class Biased(LogitsProcessor):
         place = input_ids.shape[1] - 1
         if place >= len(self.prefix):
             return scores
-        # Beams bring log-probabilities, which filters may have lowered; greedy search brings logits.
+        # Beams pass log-probabilities, which processors may have lowered; greedy search passes logits.
         log_probs = scores.log_softmax(1) if self.is_greedy else scores
         weight = self.beta * (input_ids[:, 1:] == self.prefix[:place]).all(1, keepdim=True)
         onehot = torch.arange(VOCAB) == self.prefix[place]
@@ -65,7 +65,7 @@ def assert_equal(theirs: list[list[tuple[list[int], float]]], ours: list[list[Hy
     for text, (expected, found) in enumerate(zip(theirs, ours, strict=True)):
         padded = [[*one.token_ids, *[PAD] * (len(expected[0][0]) - len(one.token_ids))] for one in found]
         scores = [score for _, score in expected]
-        # torch.topk leaves open which of two equal scores comes first.
+        # torch.topk does not define which of two equal scores comes first.
         tied = {score for score in scores if scores.count(score) > 1}
         in_order = [ids for ids, score in expected if score not in tied]
         assert [ids for ids, score in zip(padded, scores, strict=True) if score not in tied] == in_order, f"text {text}"
@@ -102,52 +102,23 @@ FILTERS = {
     "another start": {"decoder_start_token_id": 3},
     "with the prompt": {"max_length": 9, "min_length": 5},
     "ends at once": {"forced_bos_token_id": EOS},
-    "all": {
-        "no_repeat_ngram_size": 3,
-        "repetition_penalty": 1.2,
-        "min_new_tokens": 4,
-        "forced_bos_token_id": 9,
-        "suppress_tokens": [4, 20],
-    },
-    "all the others": {
-        "no_repeat_ngram_size": 3,
-        "repetition_penalty": 1.2,
-        "min_length": 5,
-        "max_length": 17,
-        "forced_bos_token_id": 9,
-        "forced_eos_token_id": 11,
-        "bad_words_ids": [[4], [20, 21], [22, 23], [9, 10]],
-        "eos_token_id": [EOS, 30],
-        "decoder_start_token_id": 6,
-    },
 }
-# The score there of a place in the result that nothing fills; here it is left out.
+# transformers gives missing hypotheses a lower score; tfexport leaves them out.
 NOTHING = -1e8
 
 
 def test_greedy(pair: Pair) -> None:
     found = check(pair)
     reasons = [hypotheses[0].finish_reason for hypotheses in found]
-    assert len({hypotheses[0].token_ids for hypotheses in found}) > NUM_TEXTS / 2, "the model must say many things"
-    assert 20 < reasons.count("eos") < NUM_TEXTS - 20, "and end some of them"
+    assert len({hypotheses[0].token_ids for hypotheses in found}) > NUM_TEXTS / 2, "the outputs must vary"
+    assert 20 < reasons.count("eos") < NUM_TEXTS - 20, "and some must end"
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize(("length_penalty", "num_beams"), [(0.6, 5), (1.0, 2), (1.0, 5), (2.0, 5)])
+@pytest.mark.parametrize(("length_penalty", "num_beams"), [(-1.0, 3), (0.0, 3), (0.6, 5), (1.0, 2), (1.0, 5), (2.0, 5)])
 def test_beams(pair: Pair, num_beams: int, length_penalty: float, early_stopping: object) -> None:
-    check(
-        pair,
-        num_beams=num_beams,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
-        num_return_sequences=num_beams,
-    )
-
-
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0])
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-def test_beams_where_length_does_not_help(pair: Pair, length_penalty: float, early_stopping: object) -> None:
-    check(pair, num_beams=3, length_penalty=length_penalty, early_stopping=early_stopping, num_return_sequences=2)
+    options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    check(pair, num_beams=num_beams, num_return_sequences=num_beams, **options)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -156,11 +127,11 @@ def test_filters(pair: Pair, filters: dict[str, object], num_beams: int) -> None
     check(pair, num_beams=num_beams, num_return_sequences=num_beams, **filters)
 
 
-def test_one_of_several_is_last(pair: Pair) -> None:
+def test_one_of_several_forced_end_tokens(pair: Pair) -> None:
     found = check(pair, forced_eos_token_id=[5, 2])
     cut = [one.token_ids for (one,) in found if one.finish_reason == "length"]
     assert len(cut) > 20
-    assert {ids[-1] for ids in cut} == {2}, "of equal ones the lowest id, here and there"
+    assert {ids[-1] for ids in cut} == {2}, "among equal scores both choose the lowest id"
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -175,7 +146,7 @@ def test_the_only_token_is_forced(pair: Pair, first: int, last: int | None, num_
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_behind_a_prefix_nothing_is_forced(pair: Pair, num_beams: int) -> None:
+def test_nothing_is_forced_after_a_prefix(pair: Pair, num_beams: int) -> None:
     found = check(pair, [5, 6], num_beams=num_beams, forced_bos_token_id=9, max_length=14, min_length=7)
     assert {len(one.token_ids) for (one,) in found} <= set(range(6, 14))
     assert {one.token_ids[:2] for (one,) in found} == {(5, 6)}
@@ -190,21 +161,21 @@ def test_stop_strings(pair: Pair, strings: object, num_beams: int) -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_a_stop_string_may_begin_in_the_prefix_but_not_lie_in_it(pair: Pair, num_beams: int) -> None:
+def test_a_stop_string_may_begin_but_not_end_in_the_prefix(pair: Pair, num_beams: int) -> None:
     prefix = [1 + LETTERS.index(token) for token in ("op", "tto")]
     found = check(pair, prefix, num_beams=num_beams, stop_strings=["op", "top"])
     assert {len(one.token_ids) for (one,) in found} > {3}
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_without_time_there_is_one_token(pair: Pair, num_beams: int) -> None:
+def test_one_token_is_generated_after_the_time_limit(pair: Pair, num_beams: int) -> None:
     found = check(pair, num_beams=num_beams, max_time=1e-9)
     assert {len(one.token_ids) for (one,) in found} == {1}
     assert "time" in {one.finish_reason for (one,) in found}
 
 
 def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
-    """Draw some of all options that change the text, in values that fit one another."""
+    """Draw options that change the text, with values that do not contradict each other."""
 
     def ids(count: int) -> list[int]:
         return [int(token) for token in rng.integers(1, PAD, count)]
@@ -212,7 +183,7 @@ def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
     options: list[dict[str, object]] = [
         {"no_repeat_ngram_size": int(rng.integers(1, 4))},
         {"repetition_penalty": float(rng.choice([0.8, 1.2, 1.5]))},
-        {"encoder_no_repeat_ngram_size": int(rng.integers(1, 4)), "suppress_tokens": [PAD, *ids(2)]},  # it counts there
+        {"encoder_no_repeat_ngram_size": int(rng.integers(1, 4)), "suppress_tokens": [PAD, *ids(2)]},
         {"min_length": int(rng.integers(2, 12))},
         {"max_length": int(rng.integers(2, 20))},
         {"forced_bos_token_id": ids(1)[0]},
@@ -227,7 +198,7 @@ def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
     if "suppress_tokens" in drawn:
         drawn.pop("forced_bos_token_id", None)
     if "decoder_start_token_id" in drawn:
-        drawn.pop("stop_strings", None)  # transformers looks into the text of the start token too
+        drawn.pop("stop_strings", None)  # transformers also searches the text of the start token
     num_beams = int(rng.choice([1, 1, 2, 4]))
     if num_beams > 1:
         drawn |= {"length_penalty": float(rng.choice([0.5, 1, 2])), "num_return_sequences": int(rng.integers(1, 3))}
@@ -243,21 +214,16 @@ def test_options_together(pair: Pair, seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
-def test_prefix_is_history(pair: Pair, num_beams: int) -> None:
+def test_processors_see_the_prefix(pair: Pair, num_beams: int) -> None:
     check(pair, [5, 6, 5], num_beams=num_beams, no_repeat_ngram_size=2, repetition_penalty=1.2, min_new_tokens=3)
 
 
 @pytest.mark.parametrize("filters", [{}, {"no_repeat_ngram_size": 2, "suppress_tokens": [6, 8]}], ids=str)
 @pytest.mark.parametrize(("beta", "num_beams"), [(0.05, 5), (0.2, 2), (0.5, 5), (0.8, 2)])
-def test_beams_drawn_towards_a_prefix(pair: Pair, num_beams: int, beta: float, filters: dict[str, object]) -> None:
-    found = check(
-        pair, [5, 6, 5, 6, 7], num_beams=num_beams, num_return_sequences=num_beams, prefix_bias_beta=beta, **filters
-    )
+def test_beams_biased_towards_a_prefix(pair: Pair, num_beams: int, beta: float, filters: dict[str, object]) -> None:
+    check(pair, [5, 6, 5, EOS], prefix_bias_beta=beta)  # greedy
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "prefix_bias_beta": beta, **filters}
+    found = check(pair, [5, 6, 5, 6, 7], **options)
     followed = [one.token_ids[:5] == (5, 6, 5, 6, 7) for hypotheses in found for one in hypotheses]
     assert any(followed) == (beta > 0.05)
     assert not all(followed)
-
-
-@pytest.mark.parametrize("beta", [0.05, 0.2, 0.5, 0.8])
-def test_a_greedy_text_drawn_towards_a_prefix(pair: Pair, beta: float) -> None:
-    check(pair, [5, 6, 5, EOS], prefix_bias_beta=beta)

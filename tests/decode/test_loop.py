@@ -1,4 +1,4 @@
-"""The loop as a server uses it: requests that leave before they are done, and steps that are bounded."""
+"""The loop as a server uses it: cancelled requests, streams, statuses and a limit of steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SESSION = ScriptedSession(16, drawn(16, eos_bias=-1))
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 9))
-def test_who_is_cancelled_leaves_and_nobody_else_changes(seed: int, places: int) -> None:
+def test_cancelled_requests_are_removed_and_others_do_not_change(seed: int, places: int) -> None:
     rng = np.random.default_rng(seed)
     requests = random_requests(SESSION, 24, seed)
     expected = alone(SESSION, requests)
@@ -33,9 +33,9 @@ def test_who_is_cancelled_leaves_and_nobody_else_changes(seed: int, places: int)
             loop.submit(waiting[:count])
             del waiting[:count]
         if rng.random() < 0.4:
-            leaving = [request for request in requests if rng.random() < 0.1 and request.text not in found]
-            loop.cancel(leaving)
-            cancelled |= {request.text for request in leaving}
+            chosen = [request for request in requests if rng.random() < 0.1 and request.text not in found]
+            loop.cancel(chosen)
+            cancelled |= {request.text for request in chosen}
             waiting = [request for request in waiting if request.text not in cancelled]
         for update in loop.step(int(rng.integers(1, 5))):
             assert update.request.text not in cancelled
@@ -46,27 +46,27 @@ def test_who_is_cancelled_leaves_and_nobody_else_changes(seed: int, places: int)
     assert loop.num_rows == 0
 
 
-def test_cancelling_all_leaves_nothing() -> None:
-    requests = random_requests(SESSION, 12, 1)
-    loop = Loop(SESSION, 2)
-    loop.submit(requests)
-    loop.step(1)
-    assert loop.is_busy
-    loop.cancel(requests)
-    assert {request.status for request in requests} == {Status.CANCELLED}
-    assert not loop.is_busy
-    assert loop.num_rows == 0
-    assert loop.step() == []
-
-
-def answer(text: int, config: DecodeConfig, *, stream: bool) -> Request:
+def make_request(text: int, config: DecodeConfig, *, stream: bool) -> Request:
     (request,) = check_requests(SESSION, [[5, 6, 7 + text]], config)
     return dataclasses.replace(request, text=text, stream=stream)
 
 
+def test_cancelling_all_requests_empties_the_loop() -> None:
+    plain, wide = DecodeConfig(min_new_tokens=4), DecodeConfig(min_new_tokens=4, num_beams=3)
+    requests = [make_request(text, wide if text == 2 else plain, stream=False) for text in range(9)]
+    loop = Loop(SESSION, 2)
+    loop.submit(requests)
+    loop.admit()
+    assert (loop.num_rows, loop.can_join(1), loop.can_join(7)) == (5, True, True)
+    loop.step(1)
+    loop.cancel(requests)
+    assert {request.status for request in requests} == {Status.CANCELLED}
+    assert (loop.is_busy, loop.num_rows, loop.step()) == (False, 0, [])
+
+
 @pytest.mark.parametrize("config", [DecodeConfig(), DecodeConfig(do_sample=True, seed=2)])
-def test_those_that_stream_tell_each_token_and_the_others_none(config: DecodeConfig) -> None:
-    requests = [answer(text, config, stream=text % 2 == 0) for text in range(6)]
+def test_only_streams_report_each_token(config: DecodeConfig) -> None:
+    requests = [make_request(text, config, stream=text % 2 == 0) for text in range(6)]
     loop, tokens, outcomes = Loop(SESSION, 6), dict[int, list[int]](), dict[int, Outcome]()
     loop.submit(requests)
     while loop.is_busy:
@@ -82,19 +82,8 @@ def test_those_that_stream_tell_each_token_and_the_others_none(config: DecodeCon
     assert not differing(outcomes, alone(SESSION, requests))
 
 
-def test_rows_are_counted_over_all_widths() -> None:
-    loop = Loop(SESSION, 8)
-    plain = DecodeConfig(min_new_tokens=4)
-    loop.submit([answer(0, plain, stream=False), answer(1, plain, stream=False)])
-    loop.submit([answer(2, dataclasses.replace(plain, num_beams=3), stream=False)])
-    loop.admit()
-    assert loop.num_rows == 5
-    assert loop.can_join(1)
-    assert loop.can_join(7)
-
-
-def test_a_request_keeps_its_id_and_has_a_status_from_submission_to_answer() -> None:
-    first, second = (answer(text, DecodeConfig(min_new_tokens=3), stream=True) for text in range(2))
+def test_ids_and_statuses_of_requests() -> None:
+    first, second = (make_request(text, DecodeConfig(min_new_tokens=3), stream=True) for text in range(2))
     assert first.id != second.id != dataclasses.replace(second).id
     loop, seen = Loop(SESSION, 1), [Status.WAITING]
     loop.submit([first, second])

@@ -1,4 +1,4 @@
-"""What cannot be decoded is refused at once, all of it, with the remedy."""
+"""Invalid sources, prefixes and options are refused together, before anything runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def session() -> ScriptedSession:
 def refusal(session: ScriptedSession, *args: object, **kwargs: object) -> str:
     with pytest.raises(InputError) as caught:
         decode(session, *args, **kwargs)  # type: ignore[arg-type]
-    assert session.steps == [], "nothing runs before everything is checked"
+    assert session.steps == [], "everything is checked before anything runs"
     return str(caught.value)
 
 
@@ -50,25 +50,21 @@ def test_a_length_that_engines_limit_comes_with_the_command_for_larger_ones() ->
     assert no_room.endswith(f"lower min_new_tokens, {build} --max-target-length 18 --force")
 
 
-def test_a_long_list_is_cut(session: ScriptedSession) -> None:
+def test_errors_have_the_place_of_every_bad_text_once(session: ScriptedSession) -> None:
     message = refusal(session, [[]] * 1000, DecodeConfig())
     assert message.endswith("text 20: the source is empty, expected one token or more; and 980 more")
-
-
-def test_the_error_has_the_place_of_every_bad_text_once(session: ScriptedSession) -> None:
     sources = [[5] if index % 3 else [100] * 17 for index in range(100)]
-    with pytest.raises(InputError) as caught:
-        decode(session, sources, DecodeConfig())
-    assert caught.value.indices == tuple(range(0, 100, 3))
-    with pytest.raises(InputError) as caught:
-        decode(session, [[5], [5]], DecodeConfig(), prefixes=[[], [12]])
-    assert caught.value.indices == (1,)
-    with pytest.raises(InputError) as caught:
-        decode(session, [[5]], DecodeConfig(max_new_tokens=17))
-    assert caught.value.indices == ()
+    for given, options, prefixes, indices in (
+        (sources, {}, None, range(0, 100, 3)),
+        ([[5], [5]], {}, [[], [12]], (1,)),
+        ([[5]], {"max_new_tokens": 17}, None, ()),
+    ):
+        with pytest.raises(InputError) as caught:
+            decode(session, given, DecodeConfig(**options), prefixes=prefixes)
+        assert caught.value.indices == tuple(indices)
 
 
-def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
+def test_limits_count_the_prefix(session: ScriptedSession) -> None:
     config = DecodeConfig(max_new_tokens=14)
     message = refusal(session, [[5]] * 4, config, prefixes=[[], [3], [3, 4, 5], [3] * 16])
     longer = ", or export with a larger --max-target-length if the model allows it"
@@ -90,7 +86,7 @@ def test_prefixes(session: ScriptedSession) -> None:
     assert message == "decode: text 2: max_length 4 leaves no token after a prefix of 3; raise max_length"
 
 
-def test_settings_that_the_model_cannot_take(session: ScriptedSession) -> None:
+def test_options_that_do_not_fit_the_model(session: ScriptedSession) -> None:
     config = DecodeConfig(num_beams=7, suppress_tokens=(3, 12), bad_words_ids=((3, 13), (14,)), eos_token_id=15)
     message = refusal(session, [[5]], config)
     for name, token in (("suppress_tokens", 12), ("bad_words_ids", 13), ("bad_words_ids", 14), ("eos_token_id", 15)):
@@ -109,24 +105,24 @@ def test_order_progress_and_nothing_to_do(session: ScriptedSession) -> None:
         assert found[text] == alone[0]
         assert list(found[text][0].token_ids[: len(prefixes[text])]) == prefixes[text]
     assert sum(done) == 5
-    assert all(done), "told when something is finished"
+    assert all(done), "reported when something is finished"
     assert decode(session, [], DecodeConfig()) == []
 
 
-def test_texts_of_like_length_go_together(session: ScriptedSession) -> None:
+def test_texts_of_similar_length_are_decoded_together(session: ScriptedSession) -> None:
     decode(session, [[3] * length for length in (1, 9, 2, 8, 5)], DecodeConfig(), batch_size=2)
     assert session.encoded[0] == (2, 9)
     assert sorted(length for _, length in session.encoded[1:]) in ([1, 2, 5], [1, 5], [2, 5])
 
 
-def test_a_batch_that_nobody_may_join_begins_with_equally_long_prompts() -> None:
+def test_a_batch_that_cannot_be_joined_has_equally_long_prompts() -> None:
     session = ScriptedSession(12, drawn(12, eos_bias=1), can_join=False)
     sources, prefixes = [[3 + text] * 4 for text in range(9)], [[4] * (text % 3) for text in range(9)]
     together = decode(session, sources, DecodeConfig(), prefixes=prefixes, batch_size=2)
     assert sorted(shape[0] for shape in session.encoded) == [1, 1, 1, 2, 2, 2]
     free = ScriptedSession(12, drawn(12, eos_bias=1))
     assert together == decode(free, sources, DecodeConfig(), prefixes=prefixes, batch_size=2)
-    assert len(free.steps) < len(session.steps), "places are filled as they come free"
+    assert len(free.steps) < len(session.steps), "free places are filled"
 
 
 def test_numpy_ids_are_ids(session: ScriptedSession) -> None:
@@ -162,6 +158,9 @@ def test_numpy_ids_are_ids(session: ScriptedSession) -> None:
         ({"temperature": 0.0, "do_sample": True}, "temperature is 0.0, expected 0.01 to 100"),
         ({"top_p": 0.0, "do_sample": True}, "top_p is 0.0, expected above 0 and up to 1"),
         ({"suppress_tokens": [3, -4]}, "suppress_tokens has -4, expected 0 or more"),
+        *(({"prefix_bias_beta": beta}, "prefix_bias_beta is") for beta in (-0.1, 1.0, 1.5, float("nan"))),
+        ({"return_alternatives": True, "do_sample": True}, "return_alternatives with do_sample; set one of them to"),
+        ({"return_alternatives": True, "prefix_bias_beta": 0.5}, "return_alternatives with prefix_bias_beta; set the"),
     ],
 )
 def test_contradictions_and_ranges(settings: dict[str, object], message: str) -> None:
@@ -177,7 +176,7 @@ def test_all_contradictions_at_once() -> None:
 
 
 def limited(session: ScriptedSession, rows: int) -> ScriptedSession:
-    """Let a session take so many rows, as engines do."""
+    """Limit the rows of a session, as engines do."""
     build = "build engines for more: tfexport trt BUNDLE --max-"
     session.limits = Limits(
         rows=Limit(rows, build + "batch {number} --force"),
@@ -199,7 +198,7 @@ def test_a_batch_never_has_more_rows_than_the_session_takes(options: dict[str, i
     assert max(rows for rows, _ in bound.steps) == most < max(rows for rows, _ in free.steps)
 
 
-def test_beams_that_no_batch_has_room_for_are_refused() -> None:
+def test_more_beams_than_rows_are_refused() -> None:
     narrow = limited(ScriptedSession(12, drawn(12)), 3)
     assert refusal(narrow, [[3]], DecodeConfig(num_beams=4)) == (
         "decode: num_beams is 4, but the session takes 3 rows at once; "

@@ -1,8 +1,8 @@
 """Samples are drawn with the probabilities of Hugging Face `generate`: 5,000 draws of each of 20 combinations.
 
-The first two tokens of each text are counted. What they are expected to be are the scores that transformers samples
-from, after all of its own processors, on the same weights: of the first token as they are, of the second behind each
-first one, weighted with its probability. A cell is a token that is expected 20 times or more, or all rarer ones.
+The first two tokens of each text are counted. Expected are the probabilities of transformers with the same weights,
+after all processors; those of the second token are weighted with the probability of the first. A cell is a token that
+is expected 20 times or more, or all rarer tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfexport.generation import DecodeConfig
 SOURCE, PREFIX = [5, 9, 5, 30, 11, 17], [5, 6, 5]
 MANY = list(range(5, 30))  # tokens with logits above and below 0, which penalties treat differently
 DRAWS, LEAST = 5000, 20
-ENDED = VOCAB  # stands behind the end of a text
+ENDED = VOCAB  # follows the end of a text
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -66,27 +66,21 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """Tokens of one place of one combination: how often they are expected, and how often they came.
-
-    Attributes:
-        name: of the combination and the place.
-        expected: probabilities, float64 [cells], all above 0 and below 1.
-        counts: of `DRAWS`, int64 [cells].
-    """
+    """Expected and actual frequency of tokens, for one place of one combination."""
 
     name: str
-    expected: NDArray[np.float64]
-    counts: NDArray[np.int64]
+    expected: NDArray[np.float64]  # probabilities, above 0 and below 1
+    counts: NDArray[np.int64]  # of `DRAWS`
 
     @property
     def z(self) -> NDArray[np.float64]:
-        """How far each count lies from what is expected, in standard deviations."""
+        """Deviation of each count, in standard deviations."""
         deviation = np.sqrt(DRAWS * self.expected * (1 - self.expected))
         return (self.counts - DRAWS * self.expected) / deviation
 
     @property
     def chi_square(self) -> float:
-        """How far all lie together, in standard deviations (Wilson and Hilferty)."""
+        """Chi-square of all counts, in standard deviations (Wilson and Hilferty)."""
         expected, freedom = DRAWS * self.expected, self.expected.size - 1
         statistic = ((self.counts - expected) ** 2 / expected).sum()
         share = 2 / (9 * freedom)
@@ -94,7 +88,7 @@ class Cells:
 
 
 class FirstToken(LogitsProcessor):
-    """Begins row r with token r, so that the second step of transformers is behind every first token."""
+    """Begins row r with token r, so that the second step of transformers follows every first token."""
 
     def __init__(self, prompt_len: int) -> None:
         self.prompt_len = prompt_len
@@ -131,17 +125,17 @@ def drawn(pair: Pair, config: DecodeConfig, prefix: list[int]) -> Iterator[NDArr
 
 
 def cells_of(name: str, expected: NDArray[np.float64], counts: NDArray[np.int64]) -> Cells | None:
-    """Put rare tokens together; None for a token that is certain. What is impossible must not have come."""
+    """Combine rare tokens; return None for a certain token. Impossible tokens must not occur."""
     assert counts[expected == 0].sum() == 0, f"{name}: something impossible was drawn"
     is_rare = DRAWS * expected < LEAST
     cells = [np.append(values[~is_rare], values[is_rare].sum()) for values in (expected, counts)]
-    if DRAWS * cells[0][-1] < LEAST:  # too rare all together
+    if DRAWS * cells[0][-1] < LEAST:  # still too rare
         cells = [values[:-1] for values in cells]
     return Cells(name, *cells) if cells[0].size > 1 else None
 
 
 def cells_of_all(names: Iterable[str]) -> list[Cells]:
-    """Draw combinations, each with a seed of its own: otherwise all would fall on the same side by chance."""
+    """Draw combinations with different seeds, because equal draws would deviate in the same way."""
     pair, all_cells = make_pair(), []
     for name in names:
         settings = {"max_new_tokens": 2, **COMBINATIONS[name]}
@@ -159,8 +153,8 @@ def test_all_options_are_combined() -> None:
     fields = {field.name for field in dataclasses.fields(DecodeConfig)}
     of_others = {"num_beams", "length_penalty", "early_stopping", "num_return_sequences", "return_alternatives"}
     of_text = {"max_time", "stop_strings", "prefix_bias_beta", "replace_unknowns", "seed", "prompt_lookup_num_tokens"}
-    asked = {name for options in COMBINATIONS.values() for name in options}
-    assert asked == fields - of_others - of_text - {"do_sample"} | {"prefix"}
+    combined = {name for options in COMBINATIONS.values() for name in options}
+    assert combined == fields - of_others - of_text - {"do_sample"} | {"prefix"}
 
 
 @pytest.mark.parametrize(
@@ -172,15 +166,12 @@ def test_all_options_are_combined() -> None:
     ids=["some", "all"],
 )
 def test_tokens_come_as_often_as_expected(names: list[str]) -> None:
-    """Of many cells some lie beyond 3 deviations by chance: each bound is the one that one seed in 100 passes."""
+    """Some of many cells exceed 3 deviations by chance, so one seed in 100 may exceed each bound."""
     all_cells = cells_of_all(names)
     z = np.concatenate([cells.z for cells in all_cells])
     bound = -NormalDist().inv_cdf(0.01 / 2 / z.size)
-    worst = {cells.name: float(abs(cells.z).max()) for cells in all_cells}
-    print(*(f"{name}: largest |z| {value:.2f}" for name, value in worst.items()), sep="\n")
-    assert {name: value for name, value in worst.items() if value > bound} == {}
+    assert {cells.name for cells in all_cells if abs(cells.z).max() > bound} == set()
     expected, beyond = z.size * 2 * NormalDist().cdf(-3), int((abs(z) > 3).sum())
-    print(f"{z.size} cells, bound {bound:.2f}; {beyond} beyond 3, {expected:.1f} expected")
     assert beyond <= expected + 3 * np.sqrt(expected)
     bound = -NormalDist().inv_cdf(0.01 / len(all_cells))
     assert {cells.name: cells.chi_square for cells in all_cells if cells.chi_square > bound} == {}

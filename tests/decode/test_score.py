@@ -1,4 +1,4 @@
-"""Scores are the log-softmax of the model's logits, whoever else is in the batch; bad pairs are all named."""
+"""Scores are the log-softmax of the model's logits, in any batch; errors name every bad pair."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_scores_are_those_of_transformers(make: Callable[..., tuple], batch_size
         assert found.log_prob == pytest.approx(float(expected.sum()), rel=1e-5)
 
 
-def test_probabilities_written_down() -> None:
+def test_probabilities_computed_by_hand() -> None:
     script = table(VOCAB, {(): {5: 0.5}, (5,): {6: 0.25}, (5, 6): {EOS: 0.125}})
     (found,) = score(ScriptedSession(VOCAB, script), [[3]], [[5, 6]])
     assert found.token_ids == (5, 6, EOS)
@@ -50,7 +50,7 @@ def test_probabilities_written_down() -> None:
     assert found.log_prob == math.fsum(found.log_probs)
 
 
-def test_what_is_generated_scores_what_it_was_generated_with() -> None:
+def test_scores_of_generated_texts_equal_their_log_probs() -> None:
     session = ScriptedSession(VOCAB, drawn(VOCAB, eos_bias=1))
     sources = [[number, 7] for number in range(3, 20)]
     found = decode(session, sources, DecodeConfig(num_beams=3))
@@ -77,7 +77,7 @@ def test_the_end_is_optional_and_a_prefix_is_read_only() -> None:
 
 
 @pytest.mark.parametrize("can_join", [True, False])
-def test_no_score_depends_on_the_batch(can_join: bool) -> None:
+def test_scores_do_not_depend_on_the_batch(can_join: bool) -> None:
     session = ScriptedSession(VOCAB, drawn(VOCAB), can_join=can_join)
     rng = np.random.default_rng(0)
     sources, targets, prefixes = (
@@ -92,7 +92,7 @@ def test_no_score_depends_on_the_batch(can_join: bool) -> None:
         assert (sum(progress), max(progress) <= batch_size) == (40, True)
 
 
-def test_a_pair_leaves_behind_its_last_token() -> None:
+def test_a_pair_is_removed_after_its_last_token() -> None:
     session = ScriptedSession(VOCAB, drawn(VOCAB))
     score(session, [[3]] * 3, [[4] * 5, [5], [6] * 3], add_eos=False)
     assert [rows for rows, _ in session.steps] == [3, 2, 2, 1, 1]
@@ -114,36 +114,33 @@ def test_every_bad_pair_is_named() -> None:
         "or export with a larger --max-source-length if the model allows it"
     )
     assert error.value.indices == (1, 2, 3, 4, 5)
-    with pytest.raises(InputError, match="score: the target is empty, expected one token or more"):
-        score(session, [[3]], [[]], add_eos=False)
-    with pytest.raises(InputError, match="the target has 3 tokens after a prefix of 14 including the end token, the"):
-        score(session, [[3]], [[4, 4]], prefixes=[[4] * 14])
-    with pytest.raises(InputError, match="score: prefix has -1"):
-        score(session, [[3]], [[4]], prefixes=[[-1]])
-    with pytest.raises(InputError, match="score: start has 12, expected ids 0 to 11") as error:
-        score(session, [[3]], [[4]], start=12)
-    assert error.value.indices == ()
-    with pytest.raises(InputError, match="got 2 targets for 1 sources; give one each"):
-        score(session, [[3]], [[4], [5]])
-    with pytest.raises(InputError, match="0 prefixes for 1 sources; give one each"):
-        score(session, [[3]], [[4]], prefixes=[])
-    with pytest.raises(InputError, match="batch_size is 0"):
-        score(session, [[3]], [[4]], batch_size=0)
+    for message, arguments in (
+        ("score: the target is empty, expected one token or more", {"targets": [[]], "add_eos": False}),
+        (
+            "the target has 3 tokens after a prefix of 14 including the end token, the limit is 2;",
+            {"targets": [[4, 4]], "prefixes": [[4] * 14]},
+        ),
+        ("score: prefix has -1", {"prefixes": [[-1]]}),
+        ("score: start has 12, expected ids 0 to 11", {"start": 12}),
+        ("got 2 targets for 1 sources; give one each", {"targets": [[4], [5]]}),
+        ("0 prefixes for 1 sources; give one each", {"prefixes": []}),
+        ("batch_size is 0", {"batch_size": 0}),
+    ):
+        with pytest.raises(InputError, match=message):
+            score(session, **({"sources": [[3]], "targets": [[4]]} | arguments))  # type: ignore[arg-type]
     assert score(session, [], []) == []
     # The longest that fits: its last token is never read.
     assert len(score(session, [[3]], [[4] * 15])[0].log_probs) == 16
 
 
-def test_a_backend_that_ranks_too_few_tokens_is_refused() -> None:
+def test_a_backend_that_returns_too_few_tokens_is_refused() -> None:
     session = ScriptedSession(VOCAB, drawn(VOCAB))
     session.limits = dataclasses.replace(session.limits, candidates=Limit(4, "build for {number}"))
-    with pytest.raises(
-        InputError, match=r"best 4 of 12 tokens, not all; use backend ort or eager, or build for 12$"
-    ):
+    with pytest.raises(InputError, match=r"best 4 of 12 tokens, not all; use backend ort or eager, or build for 12$"):
         score(session, [[3]], [[4]])
 
 
-def test_numbers_that_are_none_name_the_pair_and_the_token() -> None:
+def test_nan_names_the_pair_and_the_token() -> None:
     def script(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
         return np.full(VOCAB, np.nan if (source, history) == ((3,), (START, 4)) else 0.0)
 

@@ -1,10 +1,11 @@
-"""Speculation changes no text: with every option, streamed, stopped and cut short, and on the command line."""
+"""Speculation does not change the output, with any option, as a stream and on the command line."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,13 @@ def decoder_runs(model: Model, source: list[int], **options: Any) -> int:
 
 @pytest.mark.parametrize("source", [ids(ROUND), ids("other words"), ids([*ROUND[3:], "other", *ROUND[:5]])])
 def test_runs_of_a_text_that_repeats_itself(model: Model, source: list[int]) -> None:
-    """A text of 12 tokens again and again: the first round is read token by token, unless the source has it."""
+    """The text repeats 12 tokens; the first round takes single steps, unless the source has it."""
     assert decoder_runs(model, source, max_new_tokens=120) == 120
     assert decoder_runs(model, source, max_new_tokens=120, **ON) <= (12 if source[0] == ID["other"] else 8) + 120 / 8
 
 
 def test_runs_where_every_draft_is_wrong(model: Model, verified: Counter[str]) -> None:
-    """A source that misleads costs a draft now and then; one that has nothing to do with the text costs none."""
+    """A misleading source costs a draft now and then, an unrelated source none."""
     misleading = [token for word in ROUND for token in (ID[word], ID["other"])]
     steps = decoder_runs(model, misleading, max_new_tokens=12, **ON)
     assert steps == 12
@@ -114,7 +115,7 @@ def test_every_option_gives_the_same_text(model: Model, options: dict[str, Any])
 
 
 def test_an_end_within_a_draft(model: Model, verified: Counter[str]) -> None:
-    """The source has more behind the end than the text may say."""
+    """The source continues after the end token."""
     source = [*ids(ENDS), EOS, *ids(ROUND)]
     (found,) = model.generate_ids([source], decoder_start_token_id=ID[ENDS[0]], **ON)
     assert found[0].token_ids == (*ids(ENDS[1:]), EOS)
@@ -123,7 +124,7 @@ def test_an_end_within_a_draft(model: Model, verified: Counter[str]) -> None:
 
 
 def test_stop_strings_and_streams(model: Model, verified: Counter[str]) -> None:
-    """A text stops in the middle of a draft, and a stream has every token, one after the other."""
+    """A text stops in the middle of a draft, and a stream yields every token."""
     text, options = " ".join(ROUND), {"max_new_tokens": 70, "stop_strings": "before once more we go"}
     (plain,) = model.generate([text], **options)
     assert not verified
@@ -150,7 +151,7 @@ def test_stop_strings_and_streams(model: Model, verified: Counter[str]) -> None:
         {"prompt_lookup_num_tokens": None},
     ],
 )
-def test_it_is_not_used_where_more_than_the_best_token_counts(
+def test_it_is_not_used_if_more_than_the_best_token_counts(
     model: Model, options: dict[str, Any], verified: Counter[str]
 ) -> None:
     model.generate_ids([ids(ROUND)], max_new_tokens=30, **{**ON, **options})
@@ -158,24 +159,18 @@ def test_it_is_not_used_where_more_than_the_best_token_counts(
 
 
 def test_several_texts(model: Model, verified: Counter[str]) -> None:
-    """Texts in one batch go step by step; the last one that is left drafts."""
-    sources = [ids(ROUND), ids("other")]
-    limits = [20, 60]
+    """Texts in one batch take single steps; the last one that is left drafts."""
+    sources, limits = [ids(ROUND), ids("other")], [20, 60]
     plain = [model.generate_ids([s], max_new_tokens=n)[0] for s, n in zip(sources, limits, strict=True)]
-    loop, found = Loop(model.session, 32), {}
-    for number, (source, limit) in enumerate(zip(sources, limits, strict=True)):
+    loop, outcomes = Loop(model.session, 32), {}
+    for text, (source, limit) in enumerate(zip(sources, limits, strict=True)):
         (request,) = check_requests(model.session, [source], DecodeConfig(max_new_tokens=limit, **ON))
-        loop.submit([request])
-        found[id(request)] = (number, request)
-    outcomes = {}
+        loop.submit([replace(request, text=text)])
     while loop.is_busy:
-        before = loop.num_rows
-        drafts = verified["drafts"]
-        for update in loop.step():
-            if update.outcome is not None:
-                outcomes[found[id(update.request)][0]] = update.outcome
-        assert before < 2 or verified["drafts"] == drafts
-    assert [outcomes[n][0].token_ids for n in range(2)] == [one[0].token_ids for one in plain]
+        rows, drafts = loop.num_rows, verified["drafts"]
+        outcomes |= {update.request.text: update.outcome for update in loop.step() if update.outcome is not None}
+        assert rows < 2 or verified["drafts"] == drafts
+    assert [outcomes[text][0].token_ids for text in range(2)] == [one[0].token_ids for one in plain]
     assert verified
 
 
@@ -184,7 +179,7 @@ def test_several_texts(model: Model, verified: Counter[str]) -> None:
     [("fp32", 40), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in ("fp32", "int8"))],
 )
 def test_random_sequences(once: Once, precision: str, count: int, verified: Counter[str]) -> None:
-    """Random weights, sources that repeat themselves: every text is the same, token for token."""
+    """With random weights and repetitive sources, every text is the same, token for token."""
     config = ExportConfig(forms=("contrib",), speculation=True, precision=precision)  # type: ignore[arg-type]
     path = once(f"speculation-{precision}", lambda path: export_bundle("preset:tiny", path, config, verify=False))
     rng, differ = np.random.default_rng(7), 0
@@ -202,13 +197,13 @@ def test_random_sequences(once: Once, precision: str, count: int, verified: Coun
 
 
 def test_command_line(bundle: Path) -> None:
-    """A bundle generates the same with and without, is described with its input, and verified with several tokens."""
+    """Drafts change no output; `inspect` shows the input, and `verify` checks several tokens."""
     run = CliRunner()
-    said = [
+    lines = [
         run.invoke(main, ["generate", str(bundle), " ".join(ROUND), "--max-new-tokens", "50", "--json", *given]).output
         for given in ([], ["--prompt-lookup-num-tokens", "10"], ["--prompt-lookup-num-tokens", "3"])
     ]
-    texts = [json.loads(line) for line in said]
+    texts = [json.loads(line) for line in lines]
     assert texts[0]["text"].split() == (5 * ROUND)[:50]
     assert [one["token_ids"] for one in texts] == [texts[0]["token_ids"]] * 3
     assert "logits_to_keep" in run.invoke(main, ["inspect", str(bundle)]).output
@@ -217,19 +212,14 @@ def test_command_line(bundle: Path) -> None:
     assert "speculation" in verified.output
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
+def test_exports_that_cannot_speculate(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"forms": ("concat", "static")}, "speculation is made of the contrib form, which is not among the forms; add"),
         ({"precision": "fp16"}, "speculation is made of the contrib form, which is not there in fp16; leave it out"),
-    ],
-)
-def test_exports_that_cannot_speculate(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        ExportConfig(speculation=True, **settings)
-
-
-def test_a_model_without_the_contrib_form(tmp_path: Path) -> None:
+    ]
+    for settings, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            ExportConfig(speculation=True, **settings)
     save_model(tiny.model(tiny.VARIANTS["t5"], dtype=torch.float32), tmp_path / "model")
     with pytest.raises(GraphError, match="speculation: needs the contrib form"):
         export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(speculation=True), verify=False)

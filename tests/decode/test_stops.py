@@ -1,4 +1,4 @@
-"""Stop strings and time: where a text ends, what is cut, and that sources of one batch stop by themselves."""
+"""Stop strings and time limits, also in batches of requests with different options, and streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def plain_stop_end(token_ids: list[int], strings: list[str], text_of: TextOf) -> int | None:
-    """Look at every place of the text that the last token may have changed."""
+    """Search every position that the last token may have changed."""
     before, after = text_of(token_ids[:-1]), text_of(token_ids)
     known = max(length for length in range(len(before) + 1) if after.startswith(before[:length]))
     ends = [end for end in range(len(after) + 1) for string in strings if after[:end].endswith(string) and end > known]
@@ -45,8 +45,8 @@ PARTS = [b"", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"a\xc3", b"\xa9b", b" "]
     st.lists(st.text("ab\u00e9\ufffd ", min_size=1, max_size=4), min_size=1, max_size=3),
     st.booleans(),
 )
-def test_where_a_text_stops_is_where_all_its_places_say(ids: list[int], strings: list[str], strips: bool) -> None:
-    """Pieces of characters, and texts that lose spaces at their ends until something follows."""
+def test_stop_end_equals_a_search_of_every_position(ids: list[int], strings: list[str], strips: bool) -> None:
+    """Also with parts of characters, and with spaces that are lost at the end of a text."""
     decoded = []
 
     def text_of(token_ids: Sequence[int]) -> str:
@@ -56,7 +56,7 @@ def test_where_a_text_stops_is_where_all_its_places_say(ids: list[int], strings:
 
     found = stop_end(ids, strings, text_of)
     num_decoded, text = len(decoded), text_of(ids)
-    assert num_decoded == 1 + any(string in text for string in strings), "decoded twice only where a string is there"
+    assert num_decoded == 1 + any(string in text for string in strings), "decode twice only if there is a stop string"
     assert found == plain_stop_end(ids, strings, text_of)
 
 
@@ -76,7 +76,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_requests_that_ask_differently_share_a_batch(num_beams: int) -> None:
+def test_requests_with_different_options_share_a_batch(num_beams: int) -> None:
     session = ScriptedSession(12, drawn(12, eos_bias=-1))
     rng = np.random.default_rng(0)
     loop, alone = Loop(session, 6), {}
@@ -97,17 +97,17 @@ def test_requests_that_ask_differently_share_a_batch(num_beams: int) -> None:
     assert reasons == {"eos", "stop", "length"}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_a_stream_hands_out_the_same_tokens(config: DecodeConfig) -> None:
+@pytest.mark.parametrize("config", [*CONFIGS, DecodeConfig(do_sample=True)], ids=repr)
+def test_a_stream_yields_the_tokens_of_decode(config: DecodeConfig) -> None:
     session = ScriptedSession(12, drawn(12))
-    for source in ([3, 4], [7], [9, 9, 5], [11, 3]):
-        ((expected,),) = decode(session, [source], config, text_of=text_of)
-        assert tuple(stream(session, source, config, text_of=text_of)) == expected.token_ids
+    for source, prefix in (([3, 4], []), ([7], [4, 6]), ([9, 9, 5], []), ([11, 3], [5])):
+        ((expected,),) = decode(session, [source], config, prefixes=[prefix], text_of=text_of)
+        assert tuple(stream(session, source, config, prefix=prefix, text_of=text_of)) == expected.token_ids
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_time_is_a_text_s_own(num_beams: int) -> None:
-    """The first text is slow: its time is over; that of the next, which waits for its place, begins with its place."""
+def test_each_text_has_its_own_time_limit(num_beams: int) -> None:
+    """The slow first text exceeds its time; the time of the next begins when it joins the batch."""
 
     def slow(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
         if source == (9, 9):
@@ -127,7 +127,7 @@ def test_strings_need_a_tokenizer() -> None:
         decode(ScriptedSession(12, drawn(12)), [[3]], DecodeConfig(stop_strings="a"))
 
 
-def test_what_stops_is_scored_as_what_ends() -> None:
+def test_a_stopped_text_is_scored_like_one_that_ends() -> None:
     session = ScriptedSession(12, drawn(12, eos_bias=-9))
     ((found,),) = decode(session, [[3, 4]], DecodeConfig(stop_strings=tuple(filter(None, PIECES))), text_of=text_of)
     ((short,),) = decode(session, [[3, 4]], DecodeConfig(max_new_tokens=len(found.token_ids)))
@@ -136,14 +136,9 @@ def test_what_stops_is_scored_as_what_ends() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_beams": 3},
-        {"forced_bos_token_id": 7, "max_new_tokens": 1},
-        {"return_alternatives": True, "num_return_sequences": 2},
-    ],
+    [{}, {"num_beams": 3}, {"forced_bos_token_id": 7, "max_new_tokens": 1}, {"return_alternatives": True}],
 )
-def test_what_cannot_be_put_into_words_names_its_text(options: dict[str, Any]) -> None:
+def test_an_error_of_the_tokenizer_names_the_text(options: dict[str, Any]) -> None:
     def broken(token_ids: Sequence[int]) -> str:
         raise KeyError("no such token")
 

@@ -1,4 +1,4 @@
-"""Unknown tokens become the source's own words: by a model that learnt it, and by arithmetic on all it may say."""
+"""Unknown tokens are replaced by the source's words, with a trained model and with random outputs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ from tfexport.cli import main
 
 @pytest.mark.parametrize("backend", ["ort", "eager"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}])
-def test_names_that_no_vocabulary_has_come_through(meetings: Path, backend: str, options: dict[str, Any]) -> None:
+def test_names_outside_the_vocabulary_are_copied(meetings: Path, backend: str, options: dict[str, Any]) -> None:
     with tfexport.load(meetings, backend=backend, threads=1) as model:
         plain = model.generate(TEXTS, **options)
         replaced = model.generate(TEXTS, replace_unknowns=True, batch_size=2, **options)
         step = options.get("num_return_sequences", 1)
         assert [one.text for one in replaced[::step]] == SAID
         assert [one.token_ids for one in replaced] == [one.token_ids for one in plain]
-        # The tokenizer takes <unk> for special.
+        # <unk> is a special token, which is not decoded.
         assert [plain[0].text, plain[2 * step].text] == ["Friday : and Ben", "Tuesday : and"]
         assert model.generate(["Ada meets Ben on Friday"], replace_unknowns=True)[0].text == "Friday : Ada and Ben"
 
 
-def test_the_command_line_says_the_same(meetings: Path) -> None:
+def test_the_command_line_and_stop_strings(meetings: Path) -> None:
     result = CliRunner().invoke(main, ["generate", str(meetings), *TEXTS, "--replace-unknowns"])
     assert (result.exit_code, result.stdout.splitlines()) == (0, SAID)
-
-
-def test_a_text_still_ends_at_a_stop_string(meetings: Path) -> None:
     with tfexport.load(meetings, threads=1) as model:
         (one,) = model.generate(TEXTS[:1], replace_unknowns=True, stop_strings="and Be")
         assert (one.text, one.finish_reason) == ("Friday : Zoë and Be", "stop")
 
 
 def test_every_unknown_is_the_piece_with_the_largest_weight(meetings: Path) -> None:
-    """Drawn so flat that it says anything, beside NumPy on the alignment's own weights."""
+    """Samples of high temperature, compared with NumPy on the alignment's weights."""
     texts = ["Ada on meets", "Zoë : Ben and Xi", "and", "Friday Kofi Monday Ada Finn"]
     samples = 8
     with tfexport.load(meetings, threads=1) as model:
@@ -53,12 +50,12 @@ def test_every_unknown_is_the_piece_with_the_largest_weight(meetings: Path) -> N
     assert 9 <= unknown < sum(len(one.token_ids) for one in results)
     for text, one, alignment in zip(texts, results, found, strict=True):
         words = text.split()
-        best = alignment.weights[:, : len(words)].argmax(1)  # the end is nothing to copy
-        said = [words[best[t]] if i == UNK else WORDS[i] for t, i in enumerate(one.token_ids) if i not in (0, 1, 2)]
-        assert one.text == " ".join(said)
+        best = alignment.weights[:, : len(words)].argmax(1)  # the end token is not copied
+        expected = [words[best[t]] if i == UNK else WORDS[i] for t, i in enumerate(one.token_ids) if i not in (0, 1, 2)]
+        assert one.text == " ".join(expected)
 
 
-def test_what_cannot_be_replaced_is_refused_with_the_remedy(meetings: Path, dates_bundle: Path) -> None:
+def test_calls_that_cannot_replace_are_refused(meetings: Path, dates_bundle: Path) -> None:
     with tfexport.load(dates_bundle, threads=1) as model:
         with pytest.raises(ConfigError, match="replace_unknowns: this bundle was exported without alignment; export"):
             model.generate(["le 3"], replace_unknowns=True)
@@ -68,7 +65,6 @@ def test_what_cannot_be_replaced_is_refused_with_the_remedy(meetings: Path, date
     with tfexport.load(meetings, threads=1) as model:
         with pytest.raises(InputError, match="stream: replace_unknowns is true, but the alignment is known when"):
             model.stream(TEXTS[0], replace_unknowns=True)
-        ((one,),) = model.generate_ids(
-            [[UNK, ID["meets"], ID["Ben"], ID["on"], ID["Friday"], EOS]], replace_unknowns=True
-        )
+        source = [UNK, *(ID[word] for word in "meets Ben on Friday".split()), EOS]
+        ((one,),) = model.generate_ids([source], replace_unknowns=True)
         assert UNK in one.token_ids
