@@ -1,8 +1,7 @@
-"""A small bundle of graphs that compute nothing, made, edited and refused."""
+"""Make, edit and refuse a small bundle whose graphs compute nothing."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tfexport._io.sealed_directory import FileEntry
+from tfexport._io.strict_json import seal
 from tfexport.bundle.bundle import Builder, Bundle, create_bundle, open_bundle
 from tfexport.bundle.manifest import Draft
 from tfexport.contract import GraphEntry, TokenIds, decoder_graph, encoder_graph
@@ -35,7 +36,7 @@ GRAPHS = {
 
 
 def graph(entry: GraphEntry) -> bytes:
-    """Return bytes in place of a graph: nothing reads them before a session is made."""
+    """Return bytes in place of a graph; they are not read before a session is created."""
     return f"the graph of {entry.file}".encode()
 
 
@@ -85,28 +86,18 @@ def make(path: Path, content: dict[str, bytes] = CONTENT, *, force: bool = False
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest and make its own sum right again, as an attacker would."""
+    """Change the manifest and correct its own hash, as an attacker would."""
     data = json.loads((path / "manifest.json").read_text())
     change(data)
     data.pop("self_sha256", None)
-    data["self_sha256"] = hashlib.sha256((json.dumps(data, indent=2, sort_keys=True) + "\n").encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+    (path / "manifest.json").write_bytes(seal(data))
 
 
 def reseal(path: Path) -> None:
-    """Make every sum of a bundle right again; files that are new become part of it."""
-
-    def stock(data: dict[str, Any]) -> None:
-        files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
-        data["files"] = {
-            str(file.relative_to(path)): {
-                "bytes": file.stat().st_size,
-                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-            }
-            for file in files
-        }
-
-    edit(path, stock)
+    """Correct every hash of a bundle; new files become part of it."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    entries = {str(file.relative_to(path)): FileEntry.of(file).to_dict() for file in files}
+    edit(path, lambda data: data.update(files=entries))
 
 
 def siblings(path: Path) -> list[str]:
@@ -121,3 +112,11 @@ def refused(path: Path, *messages: str) -> str:
     for message in messages:
         assert message in text
     return text
+
+
+def cannot_create(output: Path, message: str, *, force: bool = False) -> None:
+    """Expect an error in one line before the block of `create_bundle` runs."""
+    with pytest.raises(BundleError) as caught, create_bundle(output, force=force):
+        pytest.fail("the block must not run")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,7 +1,7 @@
-"""Graphs of a bundle whose hashes are right, but which are not what the manifest and the contract state.
+"""Bundles with correct hashes whose graphs differ from the manifest or the contract.
 
-Only ONNX Runtime reads graphs when a bundle is loaded: it refuses weights outside of the bundle, and the inputs and
-outputs that it reports are compared with the contract.
+ONNX Runtime refuses weights outside of the bundle, and the inputs and outputs that it reports are compared with the
+contract.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load_changed(bundle: Path, folder: Path, graph: str, change: Callable[[onnx.
 
 
 def points_to(location: str, **entries: int) -> Callable[[onnx.ModelProto], None]:
-    """Let the first external weight be read from another place."""
+    """Change the location of the first external weight."""
 
     def change(model: onnx.ModelProto) -> None:
         weight = next(one for one in model.graph.initializer if one.external_data)
@@ -88,7 +88,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 1000, b"{}"])
-def test_a_file_that_is_no_graph_is_refused_in_one_line(content: bytes, dates_bundle: Path, tmp_path: Path) -> None:
+def test_an_invalid_graph_is_refused_in_one_line(content: bytes, dates_bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(dates_bundle, tmp_path / "bundle"))
     (copy / "decoder_contrib.onnx").write_bytes(content)
     reseal(copy)

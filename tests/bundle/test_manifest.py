@@ -1,4 +1,4 @@
-"""Manifests: those of earlier versions load as they did, and are written again byte by byte."""
+"""Manifests: identity and provenance, and manifests of earlier versions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tfexport.bundle.manifest import Manifest
+import pytest
+
+from tests.bundle.made import edit, fill, refused
+from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.bundle.manifest import Identity, Manifest, Provenance
 from tfexport.contract import graph_contract
+from tfexport.describe import describe, inspect_path
+from tfexport.errors import ConfigError
 
 # Written by tfexport 0.1.0: `tfexport onnx models/dates --name dates --license Apache-2.0 --alignment 1 --loop`.
 RECORDED = (Path(__file__).parent / "data" / "manifest.json").read_bytes()
-# What bundles of the first versions do not have.
+# Keys that early bundles lack.
 LATER = ("quantization", "text", "alignment", "checkpoint", "provenance", "module", "identity", "loop")
 
 
@@ -24,7 +30,7 @@ def recorded() -> dict[str, Any]:
 def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
     manifest = Manifest.from_bytes(RECORDED)
     written = json.loads(manifest.to_bytes())
-    expected = {name: value for name, value in recorded().items() if name != "loop"}  # which nothing runs any more
+    expected = {name: value for name, value in recorded().items() if name != "loop"}  # which is no longer used
     del written["self_sha256"], expected["graphs"]["loop"]
     assert written == expected
     assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest
@@ -34,7 +40,7 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
         assert graph.spec == graph_contract(manifest.spec, name, speculation=False)
 
 
-def test_a_manifest_of_the_first_versions_is_read() -> None:
+def test_a_manifest_of_an_early_version_is_read() -> None:
     data = {name: value for name, value in recorded().items() if name not in LATER}
     old = {"encoder_contrib": "encoder_fused", "decoder_contrib": "decoder_fused"}
     graphs = {name: graph for name, graph in data["graphs"].items() if name not in ("alignment", "loop", "reorder")}
@@ -43,3 +49,46 @@ def test_a_manifest_of_the_first_versions_is_read() -> None:
     assert manifest.checkpoint == {}
     assert manifest.text.samples == ()
     assert manifest.identity.given() == {}
+
+
+# ---- identity and provenance
+
+NAMED = Identity(name="Dates", version="2.1", license="Apache-2.0", date="2026-01-31")
+IMPORTED = Provenance(layout="hf_marian", proven=True, certificate_sha256="0" * 64, layout_sha256="1" * 64)
+
+
+def test_identity_and_provenance_are_stored_and_shown(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    with create_bundle(bundle) as builder:
+        fill(builder, identity=NAMED, provenance=IMPORTED)
+    manifest = open_bundle(bundle).manifest
+    assert (manifest.identity, manifest.provenance) == (NAMED, IMPORTED)
+    found = inspect_path(bundle)
+    assert (found["identity"], found["provenance"]) == (NAMED.to_dict(), IMPORTED.to_dict())
+    lines = describe(found)
+    assert lines[1] == "  name Dates, version 2.1, license Apache-2.0, date 2026-01-31"
+    assert f"  layout hf_marian, proven; certificate sha256 {'0' * 64}" in lines
+    edit(bundle, lambda data: data["provenance"].update(proven="yes", layout="a\nb", certificate_sha256="x"))
+    refused(bundle, "proven is 'yes', expected true or false")
+    edit(bundle, lambda data: data["provenance"].update(proven=True))
+    refused(
+        bundle, "layout is 'a\\nb', expected a name in one line", "certificate_sha256 is 'x', expected 64 hexadecimal"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"name": ""}, "name is '', expected 1 to 200 characters of one line"),
+        ({"name": "a\nb"}, "expected 1 to 200 characters of one line"),
+        ({"license": " MIT"}, "license is ' MIT', expected 1 to 200 characters of one line"),
+        ({"version": "1" * 201}, "expected 1 to 200 characters of one line"),
+        ({"version": 2}, "version is 2, expected a text"),
+        ({"date": "2026-02-30"}, "date is '2026-02-30', expected YYYY-MM-DD, such as 2026-01-31"),
+        ({"date": "20260131"}, "date is '20260131', expected YYYY-MM-DD"),
+    ],
+)
+def test_an_invalid_identity_is_refused(wrong: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Identity(**wrong)
+    assert problem in str(caught.value)

@@ -1,4 +1,4 @@
-"""Signatures: made with --sign-key or by openssl, and asked for where keys are trusted."""
+"""Signatures made with --sign-key or openssl, which are required if keys are trusted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-)
 
 import tfexport
 from tests import tiny
@@ -55,7 +48,7 @@ class Keys:
         self.trust.write_bytes(public(key))
 
     def put(self, bundle: Path) -> None:
-        """Sign a bundle that is there, without the code under test."""
+        """Sign an existing bundle without the code under test."""
         (bundle / SIGNATURE).write_bytes(self.key.sign((bundle / "manifest.json").read_bytes()))
 
 
@@ -81,7 +74,7 @@ def trusted(*keys: Keys) -> TrustedKeys:
 
 
 def refuses(bundle: Path, keys: Keys, message: str) -> None:
-    """Expect one line of `load`, before anything of the bundle was read but its manifest."""
+    """Expect one line of `load`, before it reads other files than the manifest."""
     with pytest.raises(BundleError) as caught:
         tfexport.load(bundle, trusted_keys=[keys.trust])
     assert message in str(caught.value)
@@ -89,7 +82,7 @@ def refuses(bundle: Path, keys: Keys, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# ---- what is trusted
+# ---- trusted keys
 
 
 def test_a_signed_bundle_opens_with_its_key_and_without(signed: Path, keys: Keys, others: Keys) -> None:
@@ -99,13 +92,13 @@ def test_a_signed_bundle_opens_with_its_key_and_without(signed: Path, keys: Keys
         assert sorted(opened.manifest.files) == sorted(CONTENT)
 
 
-def test_several_keys_may_stand_in_one_file(signed: Path, keys: Keys, others: Keys, tmp_path: Path) -> None:
+def test_a_file_may_have_several_keys(signed: Path, keys: Keys, others: Keys, tmp_path: Path) -> None:
     both = tmp_path / "both.pub"
     both.write_bytes(b"# of the team\n" + others.trust.read_bytes() + b"\n" + keys.trust.read_bytes())
     open_bundle(signed, trusted_keys=TrustedKeys.read([both]))
 
 
-def test_whose_signature_does_not_fit_is_refused(signed: Path, keys: Keys, others: Keys) -> None:
+def test_a_wrong_signature_is_refused(signed: Path, keys: Keys, others: Keys) -> None:
     refuses(signed, others, "manifest.json is signed by none of the trusted keys, or was changed")
     edit(signed, lambda data: data["versions"].update(tfexport="0.2.0"))
     open_bundle(signed)
@@ -116,13 +109,13 @@ def test_an_unsigned_bundle_is_refused(bundle: Path, keys: Keys) -> None:
     refuses(bundle, keys, "manifest.json is not signed, and only those of trusted keys are loaded; sign it with --sign")
 
 
-def test_the_signature_is_looked_at_before_the_manifest_is_read(signed: Path, keys: Keys) -> None:
+def test_the_signature_is_checked_before_the_manifest_is_parsed(signed: Path, keys: Keys) -> None:
     (signed / "manifest.json").write_bytes(b"[" * 1000)
     refuses(signed, keys, "manifest.json is signed by none")
 
 
 @pytest.mark.parametrize("raw", [b"", b"x", bytes(63), bytes(65), b"x" * 10_000])
-def test_what_is_no_signature_is_refused_with_keys_and_without(signed: Path, keys: Keys, raw: bytes) -> None:
+def test_an_invalid_signature_is_refused_with_keys_and_without(signed: Path, keys: Keys, raw: bytes) -> None:
     (signed / SIGNATURE).write_bytes(raw)
     refuses(signed, keys, "manifest.json.sig is no signature, expected 64 bytes")
     with pytest.raises(BundleError, match=rf"manifest\.json\.sig has {len(raw)} bytes, expected 64"):
@@ -144,14 +137,16 @@ def test_a_signature_is_a_plain_file(signed: Path, keys: Keys) -> None:
 
 
 def private(key: Any, password: bytes | None = None) -> bytes:
-    encryption = NoEncryption() if password is None else BestAvailableEncryption(password)
-    return bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    return bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption))
 
 
 def public(key: Any) -> bytes:
-    return bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    encoding, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    return bytes(key.public_key().public_bytes(encoding, form))
 
 
+DAMAGED = b"-----BEGIN PUBLIC KEY-----\nMCow\n-----END PUBLIC KEY-----\n"
 OTHER, OWN = X25519PrivateKey.generate(), Ed25519PrivateKey.generate()
 
 
@@ -163,16 +158,14 @@ OTHER, OWN = X25519PrivateKey.generate(), Ed25519PrivateKey.generate()
         (private(OWN, b"secret"), "has a passphrase", "no public key in PEM"),
         (b"", "no private key in PEM", r"no public key in PEM; make it with: openssl pkey -in sign\.pem -pubout"),
         (b"x" * 70_000, "more than 65536 bytes", "more than 65536 bytes"),
-        (
-            b"-----BEGIN PUBLIC KEY-----\nMCow\n-----END PUBLIC KEY-----\n",
-            "no private key in PEM",
-            "has a damaged key",
-        ),
+        (DAMAGED, "no private key in PEM", "has a damaged key"),
         (None, "not there, or no plain file", "not there, or no plain file"),
     ],
     ids=["another kind", "another public", "locked", "empty", "huge", "damaged", "none"],
 )
-def test_what_is_no_key_is_one_line(raw: bytes | None, sign: str, trust: str, tmp_path: Path, bundle: Path) -> None:
+def test_an_invalid_key_is_refused_in_one_line(
+    raw: bytes | None, sign: str, trust: str, tmp_path: Path, bundle: Path
+) -> None:
     file = tmp_path / "key"
     if raw is not None:
         file.write_bytes(raw)
@@ -189,7 +182,9 @@ def test_trusted_keys_are_a_list_of_paths(bundle: Path, given: Any) -> None:
         tfexport.load(bundle, trusted_keys=given)
 
 
-def test_without_the_package_it_says_what_to_install(bundle: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    bundle: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     for use in (lambda: SigningKey.read(keys.sign), lambda: tfexport.load(bundle, trusted_keys=[keys.trust])):
         with pytest.raises(ConfigError, match=r"signatures need cryptography; pip install 'tfexport\[sign\]'"):
@@ -201,7 +196,7 @@ def test_without_the_package_it_says_what_to_install(bundle: Path, keys: Keys, m
 
 @pytest.mark.skipif(OPENSSL is None, reason="there is no openssl")
 def test_openssl_makes_keys_checks_signatures_and_makes_them(tmp_path: Path, bundle: Path) -> None:
-    """The commands of the docs, as they stand there."""
+    """The commands of the docs."""
 
     def openssl(line: str) -> None:
         words = line.split()
@@ -226,7 +221,7 @@ def test_openssl_makes_keys_checks_signatures_and_makes_them(tmp_path: Path, bun
 
 @pytest.fixture(scope="module")
 def dates(dates_bundle: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a signed copy of models/dates; not to be changed."""
+    """Return a signed copy of models/dates, for reading."""
     copy = tmp_path_factory.mktemp("signed") / "dates"
     shutil.copytree(dates_bundle, copy)
     keys.put(copy)
@@ -236,7 +231,7 @@ def dates(dates_bundle: Path, keys: Keys, tmp_path_factory: pytest.TempPathFacto
 TEXT, ISO = "le 14 juillet 1989", "1989-07-14"
 
 
-def test_load_and_generate_take_what_is_signed(dates: Path, dates_bundle: Path, keys: Keys, others: Keys) -> None:
+def test_load_and_generate_require_a_signature(dates: Path, dates_bundle: Path, keys: Keys, others: Keys) -> None:
     with tfexport.load(dates, trusted_keys=[others.trust, keys.trust]) as model:
         assert model.generate([TEXT])[0].text == ISO
     done = run("generate", dates, TEXT, "--trusted-keys", keys.trust, "--trusted-keys", others.trust)
@@ -248,7 +243,7 @@ def test_load_and_generate_take_what_is_signed(dates: Path, dates_bundle: Path, 
         assert done.stderr.count("\n") == 1
 
 
-def test_whatever_opens_a_bundle_takes_only_what_is_signed(signed: Path, others: Keys) -> None:
+def test_every_command_that_opens_a_bundle_requires_a_signature(signed: Path, others: Keys) -> None:
     before = (signed / "manifest.json").read_bytes()
     for problem in ("is signed by none of the trusted keys", "is not signed, and"):
         for command in ("verify", "bench", "trt", "trt --dry-run"):
@@ -261,8 +256,7 @@ def test_whatever_opens_a_bundle_takes_only_what_is_signed(signed: Path, others:
     assert (signed / "manifest.json").read_bytes() == before
 
 
-def test_what_is_signed_is_measured(dates: Path, keys: Keys, tmp_path: Path) -> None:
-    """The processes that measure ask for a signature too."""
+def test_bench_requires_a_signature(dates: Path, keys: Keys, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     short = ("--processes", "1", "--duration", "0.2", "--backend", "ort", "--json", report, "--no-verify")
     done = run("bench", dates, "--trusted-keys", keys.trust, *short)
@@ -273,7 +267,7 @@ def test_what_is_signed_is_measured(dates: Path, keys: Keys, tmp_path: Path) -> 
         run_process(dates, resolve(config, open_bundle(dates).manifest.spec, has_texts=False), None, 0)
 
 
-def test_inspect_says_whether_there_is_a_signature(dates: Path, dates_bundle: Path, keys: Keys, others: Keys) -> None:
+def test_inspect_prints_whether_the_bundle_is_signed(dates: Path, dates_bundle: Path, keys: Keys, others: Keys) -> None:
     assert (inspect_path(dates)["signature"], inspect_path(dates_bundle)["signature"]) == ("unchecked", None)
     assert inspect_path(dates, trusted_keys=[keys.trust])["signature"] == "trusted"
     assert "\n  not signed\n" in run("inspect", dates_bundle).stdout
@@ -284,7 +278,7 @@ def test_inspect_says_whether_there_is_a_signature(dates: Path, dates_bundle: Pa
     assert "signed by none of the trusted keys" in done.stderr
 
 
-def test_a_server_serves_only_what_is_signed(dates: Path, dates_bundle: Path, keys: Keys) -> None:
+def test_a_server_requires_a_signature(dates: Path, dates_bundle: Path, keys: Keys) -> None:
     engine = pytest.importorskip("tfexport.serve.engine")
 
     async def serve(bundle: Path) -> str:
@@ -315,19 +309,11 @@ def test_commands_sign_what_they_write(tmp_path: Path, keys: Keys) -> None:
     assert not open_bundle(tmp_path / "out").is_signed
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        lambda path, key: ("onnx", "preset:tiny", "--output", path / "out", "--sign-key", key),
-        lambda path, key: ("trt", path / "bundle", "--sign-key", key),
-    ],
-)
-def test_a_key_that_is_none_is_found_before_the_work(
-    command: Callable[[Path, Path], tuple[object, ...]], tmp_path: Path, bundle: Path
-) -> None:
-    before = (bundle / "manifest.json").read_bytes()
-    done = run(*command(tmp_path, tmp_path / "none.pem"))
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: sign_key: {tmp_path / 'none.pem'} is not there, or no plain file; make one")
+def test_a_missing_key_is_reported_before_any_work(tmp_path: Path, bundle: Path) -> None:
+    before, key = (bundle / "manifest.json").read_bytes(), tmp_path / "none.pem"
+    for command in (("onnx", "preset:tiny", "--output", tmp_path / "out"), ("trt", bundle)):
+        done = run(*command, "--sign-key", key)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"error: sign_key: {key} is not there, or no plain file; make one")
     assert (bundle / "manifest.json").read_bytes() == before
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,9 @@
-"""Bundles: written whole or not at all; what a failure, a full disk or a kill leaves behind."""
+"""Bundles are written completely or not at all, and open as they were made."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import signal
@@ -10,26 +12,25 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.bundle.made import CONTENT, fill, make, refused, siblings
+import tfexport
+from tests.bundle.made import CONFIG, CONTENT, FACTS, GRAPHS, SPEC, cannot_create, fill, graph, make, refused, siblings
 from tfexport._io import atomic
 from tfexport.bundle import bundle as bundles
 from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.bundle.manifest import Draft
+from tfexport.contract import GraphEntry, encoder_graph
 from tfexport.errors import BundleError
 
 
 def test_an_existing_output_is_refused_before_any_work(bundle: Path) -> None:
-    with (
-        pytest.raises(BundleError, match="exists; choose another name, or replace it with --force"),
-        create_bundle(bundle),
-    ):
-        pytest.fail("the block must not run")
+    cannot_create(bundle, "exists; choose another name, or replace it with --force")
     (bundle.parent / "empty").mkdir()
-    with pytest.raises(BundleError, match="exists"), create_bundle(bundle.parent / "empty"):
-        pytest.fail("the block must not run")
+    cannot_create(bundle.parent / "empty", "exists")
     assert siblings(bundle) == ["empty"]
 
 
@@ -41,12 +42,12 @@ def test_force_replaces_a_damaged_bundle_and_an_empty_directory(bundle: Path) ->
     make(bundle.parent / "empty", force=True)
 
 
-def test_force_follows_a_link(bundle: Path) -> None:
+def test_links_to_a_bundle_are_followed(bundle: Path) -> None:
     (bundle.parent / "current").symlink_to("bundle")
     after = make(bundle.parent / "current", CONTENT | {"weights.safetensors": b"new"}, force=True)
     assert (bundle.parent / "current").is_symlink()
     assert after.path == bundle
-    assert open_bundle(bundle) == after
+    assert open_bundle(bundle) == open_bundle(bundle.parent / "current") == after
 
 
 @pytest.mark.parametrize(
@@ -67,30 +68,20 @@ def test_force_replaces_only_bundles(bundle: Path, change: Callable[[str], str |
     (bundle / "manifest.json").unlink()
     if manifest is not None:
         (bundle / "manifest.json").write_text(manifest)
-    with (
-        pytest.raises(
-            BundleError, match="is not a bundle; --force replaces only bundles; choose another name or remove"
-        ),
-        create_bundle(bundle, force=True),
-    ):
-        pytest.fail("the block must not run")
+    cannot_create(bundle, "is not a bundle; --force replaces only bundles; choose another name or remove", force=True)
     assert (bundle / "thesis.tex").read_text() == "years of work"
     assert siblings(bundle) == []
 
 
 def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    for output, message in (
-        (tmp_path / "file", "is a file, expected a new directory"),
-        (tmp_path / "file" / "below", "cannot write bundle"),
-        (Path("/"), "is the root of the file system"),
-    ):
-        with pytest.raises(BundleError, match=message), create_bundle(output, force=True):
-            pytest.fail("the block must not run")
+    cannot_create(tmp_path / "file", "is a file, expected a new directory", force=True)
+    cannot_create(tmp_path / "file" / "below", "cannot write bundle", force=True)
+    cannot_create(Path("/"), "is the root of the file system", force=True)
     assert (tmp_path / "file").read_text() == "x"
 
 
-def test_a_failure_leaves_the_former_bundle_and_nothing_else(bundle: Path) -> None:
+def test_a_failure_keeps_the_former_bundle_and_leaves_nothing(bundle: Path) -> None:
     before = open_bundle(bundle)
     with pytest.raises(ZeroDivisionError), create_bundle(bundle, force=True) as builder:
         fill(builder, {**CONTENT, "weights.safetensors": b"new"})
@@ -111,19 +102,16 @@ def test_an_unfinished_or_spoiled_bundle_is_not_published(tmp_path: Path) -> Non
     with pytest.raises(BundleError, match="'link' is a symbolic link"), create_bundle(tmp_path / "bundle") as builder:
         (builder.path / "link").symlink_to("/etc/passwd")
         fill(builder)
-    with (
-        pytest.raises(BundleError, match=r"graphs\.encoder is 'encoder\.onnx', which is not among"),
-        create_bundle(tmp_path / "bundle") as builder,
-    ):
-        fill(builder, {name: data for name, data in CONTENT.items() if name != "encoder.onnx"})
+    content = {name: data for name, data in CONTENT.items() if name != "encoder.onnx"}
+    with pytest.raises(BundleError, match=r"graphs\.encoder is 'encoder\.onnx', which is not among"):
+        make(tmp_path / "bundle", content)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_writers_exclude_one_another_until_one_is_done(tmp_path: Path) -> None:
+def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
     with create_bundle(tmp_path / "bundle") as builder:
         fill(builder)
-        with pytest.raises(BundleError, match="being written by another process"), create_bundle(tmp_path / "bundle"):
-            pytest.fail("the block must not run")
+        cannot_create(tmp_path / "bundle", "being written by another process")
         make(tmp_path / "other")
         assert builder.path.exists()
     open_bundle(tmp_path / "bundle")
@@ -149,13 +137,11 @@ def test_of_many_writers_at_once_each_succeeds_or_says_why(tmp_path: Path) -> No
     assert siblings(target) == []
 
 
-def test_an_error_of_somebody_else_passes_unchanged(tmp_path: Path) -> None:
+def test_other_errors_are_not_converted(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), create_bundle(tmp_path / "bundle"):
         (tmp_path / "model.safetensors").read_bytes()
-    with (
-        pytest.raises(BundleError, match=r"cannot write bundle .*: No such file"),
-        create_bundle(tmp_path / "bundle") as builder,
-    ):
+    error = pytest.raises(BundleError, match=r"cannot write bundle .*: No such file")
+    with error, create_bundle(tmp_path / "bundle") as builder:
         (builder.path / "missing" / "file").write_bytes(b"")
 
 
@@ -164,10 +150,8 @@ def test_an_error_of_somebody_else_passes_unchanged(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_line(bundle: Path) -> None:
     before = open_bundle(bundle)
-    with (
-        pytest.raises(BundleError, match="No space left on device; free some space or choose another output"),
-        create_bundle(bundle, force=True) as builder,
-    ):
+    error = pytest.raises(BundleError, match="No space left on device; free some space or choose another output")
+    with error, create_bundle(bundle, force=True) as builder:
         fill(builder)
         with Path("/dev/full").open("wb", buffering=0) as full:
             full.write(b"x")
@@ -225,7 +209,7 @@ def test_killed_while_writing(tmp_path: Path, exists: bool) -> None:
     assert siblings(target) == []
 
 
-def test_leftovers_of_the_living_and_of_other_names_stay(bundle: Path) -> None:
+def test_temporary_files_of_other_writers_and_names_stay(bundle: Path) -> None:
     others = [".bundle.tmp-mine", ".bundle2.tmp-0123456789abcdef", ".bundle.tmp-0123456789abcdeg"]
     for name in others:
         (bundle.parent / name).mkdir()
@@ -236,8 +220,61 @@ def test_leftovers_of_the_living_and_of_other_names_stay(bundle: Path) -> None:
     assert siblings(bundle) == sorted([*others, "living"])
 
 
-def test_a_reader_waits_for_no_writer_but_says_that_there_is_one(bundle: Path) -> None:
+def test_a_reader_reports_a_writer_and_does_not_wait(bundle: Path) -> None:
     shutil.move(bundle, bundle.with_name(".bundle.old-0123456789abcdef"))
     with atomic.locked(bundle):
         refused(bundle, "is being written by another process")
     open_bundle(bundle)
+
+
+# ---- opening
+
+
+def test_a_bundle_opens_as_it_was_made(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    assert opened.path == bundle.resolve()
+    assert opened.sha256 == hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
+    assert {name: opened.file(name).read_bytes() for name in opened.manifest.files} == CONTENT
+    manifest = opened.manifest
+    assert (manifest.format_version, manifest.kind) == (1, "encoder-decoder")
+    assert (manifest.spec, manifest.config, manifest.graphs) == (SPEC, CONFIG, GRAPHS)
+    assert (manifest.versions, manifest.parity) == (FACTS["versions"], FACTS["parity"])
+    assert manifest.files["encoder.onnx"].sha256 == hashlib.sha256(CONTENT["encoder.onnx"]).hexdigest()
+    assert siblings(bundle) == []
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = make(tmp_path / "one")
+    second = make(tmp_path / "two", dict(reversed(CONTENT.items())))
+    text = first.path.joinpath("manifest.json").read_bytes()
+    assert text == second.path.joinpath("manifest.json").read_bytes()
+    assert text.endswith(b"}\n")
+    assert text == (json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n").encode()
+
+
+def test_an_encoder_only_bundle_of_a_user_s_module(tmp_path: Path) -> None:
+    spec = replace(SPEC, vocab=0, layers=0, heads=0, head_dim=0, value_dim=0, max_target_length=0)
+    graphs = {"encoder": GraphEntry.of("encoder.onnx", 18, encoder_graph(spec))}
+    with create_bundle(tmp_path / "bundle") as builder:
+        fill(builder, {"encoder.onnx": graph(graphs["encoder"])}, spec=spec, config=None, graphs=graphs, parity=None)
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert (manifest.kind, manifest.config, manifest.parity, manifest.graphs) == ("encoder", None, None, graphs)
+
+
+def test_a_staged_bundle_opens_before_it_is_published(tmp_path: Path) -> None:
+    with create_bundle(tmp_path / "bundle") as builder:
+        fill(builder, parity=None)
+        assert open_bundle(builder.path).manifest.parity is None
+        (builder.path / "more.txt").write_text("more")
+        builder.finish(Draft(**FACTS))
+    assert open_bundle(tmp_path / "bundle").manifest.parity == FACTS["parity"]
+    assert "more.txt" in builder.bundle.manifest.files
+
+
+@pytest.mark.parametrize("backend", ["ort", "eager"])
+def test_load_names_changed_weights_before_anything_else(backend: str, dates_bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(dates_bundle, tmp_path / "dates")
+    weights = copy / "weights.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))  # no header: neither backend could read it
+    with pytest.raises(BundleError, match=r"weights\.safetensors was changed"):
+        tfexport.load(copy, backend=backend)
