@@ -39,9 +39,9 @@ class Finished:
         self.worst: Floats = np.empty(0, np.float32)  # their lowest score; -inf while there are fewer than num_beams
         self._num_beams = num_beams
 
-    def begin(self, sources: int) -> None:
-        self.best += [[] for _ in range(sources)]
-        self.worst = np.concatenate((self.worst, np.full(sources, -np.inf, np.float32)))
+    def begin(self, num_sources: int) -> None:
+        self.best += [[] for _ in range(num_sources)]
+        self.worst = np.concatenate((self.worst, np.full(num_sources, -np.inf, np.float32)))
 
     def add(self, source: int, hypothesis: Hypothesis) -> None:
         """Add a hypothesis if it is among the best; equal scores keep their order."""
@@ -51,9 +51,9 @@ class Finished:
             del best[self._num_beams :]
             self.worst[source] = best[-1].score
 
-    def keep(self, kept: Ids) -> None:
-        self.best = [self.best[source] for source in kept.tolist()]
-        self.worst = self.worst[kept]
+    def keep(self, sources: Ids) -> None:
+        self.best = [self.best[source] for source in sources.tolist()]
+        self.worst = self.worst[sources]
 
 
 class BeamSearch(Search):
@@ -79,11 +79,11 @@ class BeamSearch(Search):
         self._finished.begin(len(requests))
         self._steps_left = int((self._limits - self._num_new).min())
 
-    def keep(self, kept: Ids) -> None:
-        super().keep(kept)
-        self._running = self._running[kept]
-        self._finished.keep(kept)
-        self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
+    def keep(self, sources: Ids) -> None:
+        super().keep(sources)
+        self._running = self._running[sources]
+        self._finished.keep(sources)
+        self._steps_left = int((self._limits - self._num_new).min()) if sources.size else 0
 
     def num_candidates(self) -> int:
         return self._processors.num_candidates(self._num_extensions, self.history)

@@ -80,11 +80,11 @@ class GreedySearch(Search):
         if self._sampler:
             self._sampler.add(requests)
 
-    def keep(self, kept: Ids) -> None:
-        super().keep(kept)
-        self._totals = self._totals[kept]
+    def keep(self, sources: Ids) -> None:
+        super().keep(sources)
+        self._totals = self._totals[sources]
         if self._sampler:
-            self._sampler.keep(kept)
+            self._sampler.keep(sources)
 
     def num_candidates(self) -> int:
         return self._processors.num_candidates(self._sampler.num_candidates if self._sampler else 1, self.history)

@@ -187,8 +187,6 @@ class _EncoderNoRepeatNgram(_NoRepeatNgram):
 
 
 class _BadWords(_BannedCompletions):
-    """Bans the last token of a sequence after its other tokens."""
-
     def __init__(self, words: Iterable[Sequence[int]], vocab: int) -> None:
         super().__init__(vocab)
         by_length = groupby(sorted(words, key=len), len)

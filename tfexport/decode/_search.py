@@ -43,14 +43,14 @@ class Search(ABC):
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
 
-    def keep(self, kept: Ids) -> None:
-        """Remove all sources except `kept`, in this order, int64 [new sources]."""
-        self.requests = [self.requests[place] for place in kept.tolist()]
-        rows = rows_of(kept, self.width)
+    def keep(self, sources: Ids) -> None:
+        """Remove all other sources; `sources` are places, in their new order."""
+        self.requests = [self.requests[place] for place in sources.tolist()]
+        rows = rows_of(sources, self.width)
         self.history.keep(rows)
         self._processors.keep(rows)
-        self._stops.keep(kept)
-        self._num_new, self._limits = self._num_new[kept], self._limits[kept]
+        self._stops.keep(sources)
+        self._num_new, self._limits = self._num_new[sources], self._limits[sources]
 
     @property
     def follows_best(self) -> bool:

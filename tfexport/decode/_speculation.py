@@ -36,7 +36,7 @@ LOOKUPS_PER_STEP, MAX_PLAIN_STEPS = 4, 8
 
 
 class PromptLookup:
-    """Drafts that copy from the source or from the text itself.
+    """Draft copies from a source with the same vocabulary, or from the text itself.
 
     A copy continues at its place even after tokens that differ from it, such as a corrected word or another name.
     Otherwise the longest n-gram that occurred before is used: in the source the first after the newest copy, because
@@ -44,7 +44,6 @@ class PromptLookup:
     """
 
     def __init__(self, source_ids: Sequence[int]) -> None:
-        """Create a lookup for a source with the same vocabulary as the text."""
         self._tokens: list[int] = []
         self._followers: dict[tuple[int, ...], list[int]] = {}
         self._copied = 0  # place of the newest copy in the source

@@ -1,4 +1,4 @@
-"""Align given targets with their sources by cross-attention."""
+"""Align targets with their sources by cross-attention."""
 
 from __future__ import annotations
 
@@ -110,10 +110,8 @@ def unknown_sources(
     """Find the source token with the largest weight for each unknown target token.
 
     `pairs` are sources and their generated targets; targets without the token `unknown` are not read. `may_copy` states
-    which source tokens may be copied; special tokens may not. The other arguments are those of `align`.
-
-    Returns:
-        For each pair a mapping from the place of each unknown token to the place of its source token.
+    which source tokens may be copied; special tokens may not. The other arguments are those of `align`. Return for each
+    pair a mapping from the place of each unknown token to the place of its source token.
     """
     found: list[dict[int, int]] = [{} for _ in pairs]
     some = [number for number, (_, target) in enumerate(pairs) if unknown in target and any(may_copy[number])]

@@ -277,9 +277,9 @@ class _RunningBatch:
         elif num_done:
             # The remaining sources close up in the batch and in each search.
             removed = np.concatenate([group.places[list(group.done)] for group in self._groups.values()])
-            kept = close_up(self.num_sources, removed)
+            remaining = close_up(self.num_sources, removed)
             moved_to = np.empty(self.num_sources, np.int64)
-            moved_to[kept] = np.arange(kept.size)
+            moved_to[remaining] = np.arange(remaining.size)
             self.batch.remove(removed)
             for group in self._groups.values():
                 group.remove_done(moved_to)
@@ -292,15 +292,16 @@ class _RunningBatch:
     def _take_each(self, groups: list[_Group]) -> Ids | None:
         rows = [rows_of(group.places, self.width) for group in groups]
         target_ids, order = np.empty(self.batch.lengths.size, np.int64), np.arange(self.batch.lengths.size)
-        for group, own in zip(groups, rows, strict=True):
-            target_ids[own] = group.search.history.newest
+        for group, group_rows in zip(groups, rows, strict=True):
+            target_ids[group_rows] = group.search.history.newest
         wanted = [group.search.num_candidates() for group in groups]
         found = self.batch.step(target_ids, max(wanted))
-        for group, own, count in zip(groups, rows, wanted, strict=True):
-            some = Candidates(found.token_ids[own, :count], found.logits[own, :count], found.log_normalizer[own])
+        for group, group_rows, count in zip(groups, rows, wanted, strict=True):
+            part = np.s_[group_rows, :count]
+            some = Candidates(found.token_ids[part], found.logits[part], found.log_normalizer[group_rows])
             moved, group.done = group.search.take(some)
             if moved is not None:
-                order[own] = own[moved]
+                order[group_rows] = group_rows[moved]
         return order if self.width > 1 else None
 
 
@@ -330,11 +331,11 @@ class _Group:
         ]
 
     def remove_done(self, moved_to: Ids) -> None:
-        stay = close_up(self.places.size, np.array(list(self.done), np.int64))
+        remaining = close_up(self.places.size, np.array(list(self.done), np.int64))
         self.places, self.done = moved_to[self.places], {}
-        self.keep(stay)
+        self.keep(remaining)
 
-    def keep(self, kept: Ids) -> None:
-        self.search.keep(kept)
-        self.places = self.places[kept]
+    def keep(self, sources: Ids) -> None:
+        self.search.keep(sources)
+        self.places = self.places[sources]
         self.streams = self.streams and any(request.stream for request in self.search.requests)

@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Pair:
-    """A source and its given target."""
+    """A source and its target."""
 
     number: int  # place of the pair in the call
     num_pairs: int
@@ -97,8 +97,8 @@ def check_requests(
     # A problem of every text is reported once.
     no_room = _room_problems(spec, limits, 0, config)
     problems, indices, requests = [*_option_problems(spec, limits, config), *no_room], [], []
-    for text, given in enumerate(zip(sources, prefixes, strict=True)):
-        (source, prefix), found = _lists(source=given[0], prefix=given[1])
+    for text, values in enumerate(zip(sources, prefixes, strict=True)):
+        (source, prefix), found = _lists(source=values[0], prefix=values[1])
         if not found:
             found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
             if not no_room:
@@ -129,7 +129,7 @@ def check_pairs(
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError(f"{subject}: this model has no decoder and cannot read targets; use its hidden states")
-    lists = {name: listed_ids(subject, name, given) for name, given in (("sources", sources), ("targets", targets))}
+    lists = {"sources": listed_ids(subject, "sources", sources), "targets": listed_ids(subject, "targets", targets)}
     count = len(lists["sources"])
     lists["prefixes"] = [()] * count if prefixes is None else listed_ids(subject, "prefixes", prefixes)
     for name, side in lists.items():
@@ -137,8 +137,8 @@ def check_pairs(
             raise InputError(f"{subject}: got {len(side)} {name} for {count} sources; give one each")
     problems, indices = [] if start is None else _id_problems("start", [start], spec.vocab), []
     first, eos, pairs = spec.tokens.start if start is None else start, spec.tokens.eos, list[Pair]()
-    for number, given in enumerate(zip(*lists.values(), strict=True)):
-        (source, target, prefix), found = _lists(source=given[0], target=given[1], prefix=given[2])
+    for number, values in enumerate(zip(*lists.values(), strict=True)):
+        (source, target, prefix), found = _lists(source=values[0], target=values[1], prefix=values[2])
         if not found:
             found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
             found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)

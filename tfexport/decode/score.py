@@ -1,4 +1,4 @@
-"""Score given targets: the log-probability of each token after those before it."""
+"""Compute the log-probability of each token of given targets."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Even
         done = np.flatnonzero([len(pairs[number].target_ids) == step for number in live])
         if done.size:
             batch.remove(done)
-            kept = close_up(len(live), done)
-            live, newest = [live[place] for place in kept], newest[kept]
+            remaining = close_up(len(live), done)
+            live, newest = [live[place] for place in remaining], newest[remaining]
         following = np.array([pairs[number].target_ids[step] for number in live])
         for number, log_prob in zip(live, _log_probs(session, batch, newest, following), strict=True):
             if math.isnan(log_prob):

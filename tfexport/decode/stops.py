@@ -42,13 +42,13 @@ class Stops:
         self._deadlines = np.empty(0)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append sources, whose time limits start now."""
+        """Append sources; their time limits start now."""
         deadline = np.inf if self._max_time is None else time.monotonic() + self._max_time
         self._deadlines = np.concatenate((self._deadlines, np.full(len(requests), deadline)))
 
-    def keep(self, kept: Ids) -> None:
-        """Remove all sources except `kept`, int64 [new sources]."""
-        self._deadlines = self._deadlines[kept]
+    def keep(self, sources: Ids) -> None:
+        """Remove all other sources."""
+        self._deadlines = self._deadlines[sources]
 
     def are_late(self) -> Mask:
         """Return which sources have exceeded their time limit, bool [sources]."""
@@ -72,7 +72,7 @@ class Stops:
 class Pieces:
     """Decode a text whose tokens arrive one by one.
 
-    The first `prefix_len` tokens are given and cannot complete one of the stop `strings`. `text` is the text so far,
+    The first `prefix_len` tokens are a prefix and cannot complete one of the stop `strings`. `text` is the text so far,
     including the part that has not been returned.
     """
 

@@ -82,8 +82,8 @@ def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
         return _OTHER
     if around := _around(wanted, found):
         options = ("--source-prefix", "--source-suffix")
-        given = [f"{name} {','.join(map(str, ids))}" for name, ids in zip(options, around, strict=True) if ids]
-        return f"your ids {_spelled(around)}, the tokenizer's do not: give {' '.join(given)}, or add a post-processor"
+        missing = [f"{name} {','.join(map(str, ids))}" for name, ids in zip(options, around, strict=True) if ids]
+        return f"your ids {_spelled(around)}, the tokenizer's do not: give {' '.join(missing)}, or add a post-processor"
     if around := _around(found, wanted):
         return (
             f"the tokenizer's ids {_spelled(around)}, yours do not: "
