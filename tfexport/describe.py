@@ -29,7 +29,7 @@ from tfexport._io.names import (
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults
-from tfexport.bundle.contents import stale_sources, unsealed
+from tfexport.bundle.contents import stale_sources, unlisted_files
 from tfexport.bundle.manifest import read_sources
 from tfexport.contract import ALIGNMENT
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
@@ -93,7 +93,7 @@ def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dic
     facts["generation"] = read_defaults(bundle).given()
     facts["tokenizers"] = _tokenizers(bundle)
     facts["signature"] = ("unchecked" if keys is None else "trusted") if bundle.is_signed else None
-    return {**facts, "engines": _inspect_engines(bundle, for_here), "unsealed": unsealed(bundle.path)}
+    return {**facts, "engines": _inspect_engines(bundle, for_here), "unsealed": unlisted_files(bundle.path)}
 
 
 def _inspect_engines(bundle: Bundle, for_here: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import tfexport
 from tests.tensorrt.artifact import stored
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.bundle.contents import check_engines, unsealed
+from tfexport.bundle.contents import check_engines, unlisted_files
 from tfexport.describe import describe, inspect_path
 from tfexport.errors import BundleError
 
@@ -38,12 +38,12 @@ def test_an_engine_with_kernels_is_sealed(bundle: Bundle, engine: Path) -> None:
     (kernels / "kernels.json").write_text("{}")
     (kernels / "encoder.kernels").write_bytes(b"x")
     (engine / "engine.json.sig").write_bytes(bytes(64))
-    assert unsealed(bundle.path) == []
+    assert unlisted_files(bundle.path) == []
     check_engines(bundle.path)
     # Damaged plans are not reported, because other backends still run the bundle.
     (engine / "encoder.plan").write_bytes(b"damaged")
     (engine / "reorder.plan").unlink()
-    assert unsealed(bundle.path) == []
+    assert unlisted_files(bundle.path) == []
 
 
 def write(name: str) -> Callable[[Path], object]:
@@ -104,4 +104,4 @@ def test_inspect_shows_what_load_refuses(bundle: Bundle) -> None:
 def test_temporary_files_of_writers_are_ignored(bundle: Bundle, name: str) -> None:
     write(name)(bundle.path / "engines")
     write(f"{NAME}/kernels/{name}")(bundle.path / "engines")
-    assert unsealed(bundle.path) == []
+    assert unlisted_files(bundle.path) == []

@@ -40,7 +40,7 @@ from tfexport._io.sealed_directory import (
 )
 from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport._io.strict_json import read_json
-from tfexport.bundle.contents import copy_engines, engine_state, engines_in, own_names, recover_engines, stale_sources
+from tfexport.bundle.contents import copy_engines, engine_state, engines_in, own_files, recover_engines, stale_sources
 from tfexport.bundle.manifest import ENGINES, FORMAT_VERSION, Draft, Manifest, kind_of
 from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 from tfexport.errors import BundleError, ConfigError, raise_all
@@ -212,7 +212,7 @@ def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None =
         if replaced := _replaceable(folder, output, force):
             if engines is None:
                 recover_engines(folder)
-            problems = foreign_problems(folder, own_names(folder, replaced.files))
+            problems = foreign_problems(folder, own_files(folder, replaced.files))
             remedy = "--force deletes only files that a manifest lists; move the others, or choose another name"
             raise_all(BundleError, f"output {output} holds more than a bundle", problems, remedy=remedy)
         if engines is not None and engine_state(folder) != engines:

@@ -74,11 +74,11 @@ def engines_in(root: Path) -> dict[str, EngineFiles]:
         try:
             found[folder.name] = EngineFiles.read(folder)
         except BundleError:
-            continue  # `unsealed` reports its files
+            continue  # `unlisted_files` reports its files
     return found
 
 
-def own_names(root: Path, files: Collection[str]) -> set[str]:
+def own_files(root: Path, files: Collection[str]) -> set[str]:
     """Return the names of all files of the bundle whose manifest lists `files`."""
     names = {MANIFEST, SIGNATURE, *files}
     for name, engine in engines_in(root).items():
@@ -86,14 +86,14 @@ def own_names(root: Path, files: Collection[str]) -> set[str]:
     return names
 
 
-def unsealed(root: Path) -> list[str]:
+def unlisted_files(root: Path) -> list[str]:
     """List everything in `engines/` that no engine lists or that is not a plain file.
 
     Temporary files of writers are skipped, because they are never read.
     """
     for _ in range(_ATTEMPTS):
         try:
-            return list(_unsealed(root))
+            return list(_unlisted_files(root))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -106,14 +106,14 @@ def unsealed(root: Path) -> list[str]:
 def check_engines(root: Path) -> None:
     """Check that `engines/` has only files that an engine lists."""
     remedy = "remove it, or copy the bundle again from its source"
-    raise_all(BundleError, f"bundle {root}", unsealed(root), remedy=remedy)
+    raise_all(BundleError, f"bundle {root}", unlisted_files(root), remedy=remedy)
 
 
-def _unsealed(root: Path) -> Iterator[str]:
+def _unlisted_files(root: Path) -> Iterator[str]:
     if not (root / ENGINES).exists():
         return
     found = {f"{ENGINES}/{name}": status for name, status in walk(root / ENGINES)}
-    own = own_names(root, ())  # after the walk, to include engines that were added during it
+    own = own_files(root, ())  # after the walk, to include engines that were added during it
     for name, status in sorted(found.items()):
         if any(map(atomic.is_leftover, name.split("/"))) or not os.path.lexists(root / name):
             continue
@@ -151,7 +151,7 @@ def copy_engines(root: Path, target: Path) -> None:
     """Copy the engines of a bundle into the directory of another."""
     import shutil  # reading a bundle does not need its compression modules
 
-    for name in own_names(root, ()) - {MANIFEST, SIGNATURE}:
+    for name in own_files(root, ()) - {MANIFEST, SIGNATURE}:
         if (root / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, target / name)

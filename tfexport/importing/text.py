@@ -16,10 +16,10 @@ from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
 from tfexport.importing.vocabulary import Side, tokenizer_json, vocabulary_size
-from tfexport.text.compare import fitted
+from tfexport.text.compare import fit_text_config
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
-from tfexport.text.vocabulary import BEYOND, border, try_tokenizer
+from tfexport.text.vocabulary import BEYOND, errors_as, try_tokenizer
 
 # A model has more ids than texts use: languages, sentinels, and padding to a multiple.
 _PADDING = 256
@@ -91,7 +91,7 @@ def import_text(
     def load(text: TextConfig) -> Tokenizer:
         return Tokenizer.parse(sides, spec, text=text)
 
-    text = fitted(load, recorded, given) if recorded else given
+    text = fit_text_config(load, recorded, given) if recorded else given
     tokenizer = load(text)
     notes = (*warnings, *languages, *_notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder))
     if not has_own_weights:
@@ -126,7 +126,7 @@ def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -
     Raises:
         CheckpointError: It has fewer than half of the ids.
     """
-    with border(lambda reason: CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save it again")):
+    with errors_as(lambda reason: CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save it again")):
         vocab = Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True)
     ids = {i for i in vocab.values() if i < vocab.get(BEYOND, i + 1)}
     name, size = vocabulary_size(spec, side)

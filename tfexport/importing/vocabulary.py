@@ -19,7 +19,7 @@ from tfexport._io.extras import install_command
 from tfexport._io.strict_json import plain_problem
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, CheckpointError, raise_all
-from tfexport.text.vocabulary import BEYOND, MAX_BYTES, border
+from tfexport.text.vocabulary import BEYOND, MAX_BYTES, errors_as
 
 Side = Literal["source", "target"]
 Merge = tuple[str, str]
@@ -51,7 +51,7 @@ def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
     if raw.lstrip()[:1] == b"{":
         _check_json(raw, path)
         return raw
-    with border(lambda reason: CheckpointError(f"tokenizer {path}: cannot be read ({reason}); save it again")):
+    with errors_as(lambda reason: CheckpointError(f"tokenizer {path}: cannot be read ({reason}); save it again")):
         try:
             text = raw.decode("utf-8").removeprefix("\ufeff")
             is_text = "\0" not in text and "\x0e" not in text

@@ -16,7 +16,7 @@ Ids = tuple[int, ...]
 _SHOWN = 60
 
 
-def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> TextConfig:
+def fit_text_config(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> TextConfig:
     """Complete the ids around a text from the recorded texts, and check the tokenizer.
 
     `load` returns the tokenizer with ids around a text. `given` is the user's configuration without samples; ids that

@@ -45,7 +45,7 @@ class Vocabulary:
 
         if len(raw) > MAX_BYTES:
             raise damaged(f"it has {len(raw)} bytes, the limit is {MAX_BYTES}")
-        with border(damaged):
+        with errors_as(damaged):
             text = raw.decode("utf-8")
             self._inner: tokenizers.Tokenizer = library.Tokenizer.from_str(text)
             self._inner.no_padding()
@@ -88,7 +88,7 @@ class Vocabulary:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Encode one text; `special` adds the tokens that the file defines around it."""
-        with border(_not_encoded):
+        with errors_as(_not_encoded):
             lost = self._lost_characters(text)
         if lost:
             raise InputError(f"has {lost}, which the vocabulary lacks and would drop; remove it")
@@ -101,14 +101,14 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Convert token ids to text, without special tokens and unassigned ids."""
-        with border(_not_decoded):
+        with errors_as(_not_decoded):
             return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
 
     def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
         """Decode ids, replacing the tokens at some positions."""
         own = ["" if token in self._hidden else self.token(token) for token in ids]
         seen = [token for token in (tokens.get(place, token) for place, token in enumerate(own)) if token]
-        with border(_not_decoded):
+        with errors_as(_not_decoded):
             text: str = self._inner.decoder.decode(seen) if self._inner.decoder else " ".join(seen)
         return text
 
@@ -129,7 +129,7 @@ class Vocabulary:
         return found
 
     def _encoding(self, text: str, *, special: bool) -> tokenizers.Encoding:
-        with border(_not_encoded):
+        with errors_as(_not_encoded):
             return self._inner.encode(text, add_special_tokens=special)
 
     def _is_reserved(self, token: int) -> bool:
@@ -172,7 +172,7 @@ class Vocabulary:
 
 
 @contextmanager
-def border(error_of: Callable[[str], TfexportError]) -> Iterator[None]:
+def errors_as(error_of: Callable[[str], TfexportError]) -> Iterator[None]:
     """Convert exceptions and Rust panics of `tokenizers` with `error_of(reason)`."""
     try:
         yield

@@ -16,7 +16,7 @@ from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, CheckpointError, ConfigError, shortened
 from tfexport.importing.huggingface import families, family_of
 from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, read_vocabulary, tokenizer_json
-from tfexport.text.vocabulary import border
+from tfexport.text.vocabulary import errors_as
 
 _SETTINGS = "tokenizer_config.json"
 _MODELS = (SPM_BPE, "spiece.model", "tokenizer.model")
@@ -40,7 +40,7 @@ def directory_tokenizer(directory: Path, spec: ModelSpec) -> dict[str, bytes]:
         return {TOKENIZER: tokenizer_json(directory / TOKENIZER, spec)}
     for name in names:
         read_vocabulary(directory / name)  # checks its size
-    with border(lambda reason: CheckpointError(f"tokenizer {directory}: cannot be read ({reason}); save it again")):
+    with errors_as(lambda reason: CheckpointError(f"tokenizer {directory}: cannot be read ({reason}); save it again")):
         return {name: inner.to_str(pretty=True).encode() for name, inner in _convert(directory, names, spec).items()}
 
 

@@ -26,7 +26,7 @@ from tfexport._io.sealed_directory import plain_problem, walk, write_errors
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.bundle.contents import own_names
+from tfexport.bundle.contents import own_files
 from tfexport.config import read_as
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.integrations.triton._config import BUNDLE, VERSION, Settings, describe
@@ -128,7 +128,7 @@ def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
     own = version("tfexport")
     program = _MODEL.format(version=own, install=extra_command("cpu", own))
     (folder / VERSION / "model.py").write_text(program, encoding="utf-8")
-    for name in sorted(own_names(bundle.path, bundle.manifest.files)):
+    for name in sorted(own_files(bundle.path, bundle.manifest.files)):
         if (bundle.path / name).exists():  # signatures and engine logs are optional
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(bundle.path / name, copy / name)
