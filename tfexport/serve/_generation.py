@@ -24,21 +24,8 @@ Answer = TypeVar("Answer")
 class Generation(Generic[Item, Answer]):
     """A submitted request: await it, iterate over its stream, or `cancel` it.
 
-    The caller uses it on the event loop that submitted it; the engine's thread decodes its parts.
-    All times are seconds of `time.monotonic`.
-
-    Attributes:
-        status: RUNNING after it left the queue, DONE after it ended. CANCELLED makes the thread drop it before the
-            next step.
-        priority: seconds that are added to its age in the queue.
-        answers: converts hypotheses to answers, on any thread.
-        width: number of rows of each part.
-        num_sources: number of times the source is encoded, including to find alternatives.
-        num_rows: number of slots it needs.
-        parts: one decoder request per sample or alternative.
-        found: hypotheses of each finished part, by sample number.
-        joined: time when it left the queue; NaN before that.
-        began: time of its first token; NaN before that.
+    The caller uses it on the event loop that submitted it; the engine's thread decodes its parts. All times are seconds
+    of `time.monotonic`.
     """
 
     def __init__(
@@ -58,14 +45,16 @@ class Generation(Generic[Item, Answer]):
         A stream yields text that `pieces` converts from token ids, or the ids without `pieces`. `buffer` limits the
         unread items. `leave` removes the generation from its engine.
         """
-        config, self.status = request.config, Status.WAITING
+        config = request.config
+        self.status = Status.WAITING  # if it is CANCELLED, the thread drops it before the next step
         self.width, self.source_length = config.num_beams, len(request.source_ids)
+        # Finding the alternatives encodes the source too.
         self.num_sources, self.num_rows = num_parts(config) + config.return_alternatives, num_rows(config)
         self.request, self.arrived, self.priority, self.deadline = request, arrived, priority, deadline
         self.answers, self._pieces, self._buffer, self._leave = answers, pieces, buffer, leave
-        self.parts: list[Request] = []
-        self.found: dict[int, list[Hypothesis]] = {}
-        self.joined = self.began = math.nan
+        self.parts: list[Request] = []  # one for each sample or alternative
+        self._hypotheses: dict[int, list[Hypothesis]] = {}  # of finished parts, by sample number
+        self.joined = self.began = math.nan  # times when it left the queue, and of its first token
         self._unread: deque[Item] = deque()
         self._outcome: list[Answer] | TfexportError | None = None
         self._changed = asyncio.Event()
@@ -110,17 +99,12 @@ class Generation(Generic[Item, Answer]):
     # ---- called on the engine's thread
 
     def late(self) -> DeadlineExceeded:
-        when = "before it began" if math.isnan(self.joined) else "while it was decoded"
-        allowed = self.deadline - self.arrived
-        return DeadlineExceeded(f"the {allowed:.3g} s of the request were over {when}; allow more, or come again later")
+        when = "before decoding began" if math.isnan(self.joined) else "while decoding"
+        limit_s = self.deadline - self.arrived
+        return DeadlineExceeded(f"the time limit of {limit_s:.3g} s was exceeded {when}; raise it, or try again later")
 
     def expand(self, session: Session) -> None:
-        """Split the request into `parts`.
-
-        Raises:
-            InputError: the request's filters exclude every alternative.
-            BackendError: the backend failed while searching for alternatives.
-        """
+        """Split the request into `parts`; raises `InputError` if no alternative is allowed."""
         config = self.request.config
         if config.return_alternatives:
             self.parts = alternatives(session, [self.request], 1)
@@ -132,10 +116,10 @@ class Generation(Generic[Item, Answer]):
 
     def take(self, part: Request, hypotheses: list[Hypothesis]) -> list[Hypothesis] | None:
         """Store a part's hypotheses; after the last part, return all, best first."""
-        self.found[part.sample] = hypotheses
-        if len(self.found) < len(self.parts):
+        self._hypotheses[part.sample] = hypotheses
+        if len(self._hypotheses) < len(self.parts):
             return None
-        return [best for sample in sorted(self.found) for best in self.found[sample]]
+        return [best for sample in sorted(self._hypotheses) for best in self._hypotheses[sample]]
 
     # ---- called by the engine on the event loop
 
@@ -151,7 +135,6 @@ class Generation(Generic[Item, Answer]):
         self._changed.set()
 
     def finish(self, outcome: list[Answer] | TfexportError) -> None:
-        """Set the answers or the error, and wake the readers."""
         if not isinstance(outcome, TfexportError) and self._pieces and (rest := self._pieces.rest()):
             self._unread.append(rest)  # type: ignore[arg-type]
         self._outcome = outcome
@@ -184,12 +167,7 @@ class Generation(Generic[Item, Answer]):
 
 
 class Event(NamedTuple):
-    """One generation's progress in a step.
-
-    Attributes:
-        token_ids: new tokens of a stream.
-        outcome: hypotheses, best first, or an error; None if decoding continues.
-    """
+    """One generation's progress in a step: new stream tokens, and its outcome if it ended."""
 
     generation: Generation[Any, Any]
     token_ids: tuple[int, ...] = ()
@@ -197,10 +175,8 @@ class Event(NamedTuple):
 
 
 def num_parts(config: DecodeConfig) -> int:
-    """Return the number of decoder requests for one text."""
     return config.num_return_sequences if config.do_sample or config.return_alternatives else 1
 
 
 def num_rows(config: DecodeConfig) -> int:
-    """Return the number of slots that one text needs."""
     return config.num_beams * num_parts(config)

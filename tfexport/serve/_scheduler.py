@@ -28,7 +28,7 @@ IDLE_S = 0.5
 TOGETHER_S = 0.005
 # Weight of the newest step in the moving average of step times.
 NEWEST = 0.2
-# Maximum number of steps that free slots wait, so that several requests can join together.
+# Maximum number of steps that free slots wait, so that several requests join together.
 HELD_STEPS = 8
 # Number of departures that the queue's rate is estimated from.
 RATE_WINDOW = 64
@@ -55,19 +55,18 @@ class WaitingQueue:
         return len(self._jobs)
 
     def put(self, job: Job) -> None:
-        """Add a job; raise `QueueFull`, or the reason of `close`."""
         with self._changed:
             self.check_open()
-            if not self._jobs:
-                self._departed.clear()  # the rate is measured only while jobs wait
+            if not self._jobs:  # the rate is measured only while jobs wait
+                self._departed.clear()
             tokens = self._num_tokens + job.source_length * job.num_sources
             if len(self._jobs) >= self._max_jobs or (self._jobs and tokens > self._max_tokens):
                 raise QueueFull(
-                    f"{len(self._jobs)} requests with {self._num_tokens} source tokens wait, the limits are "
-                    f"{self._max_jobs} and {self._max_tokens}; come again later",
+                    f"{len(self._jobs)} requests with {self._num_tokens} source tokens are waiting, the limits are "
+                    f"{self._max_jobs} and {self._max_tokens}; try again later",
                     retry_after_s=self._retry_after_s(),
                 )
-            insort(self._jobs, job, key=lambda one: one.arrived - one.priority)
+            insort(self._jobs, job, key=lambda job: job.arrived - job.priority)
             self._count(job, 1)
             self._changed.notify()
 
@@ -92,7 +91,6 @@ class WaitingQueue:
             return chosen
 
     def take_late(self, now: float) -> list[Job]:
-        """Remove and return the jobs that missed their deadline."""
         with self._changed:
             late = [job for job in self._jobs if job.deadline <= now]
             for job in late:
@@ -124,7 +122,7 @@ class WaitingQueue:
         self._num_tokens += sign * job.source_length * job.num_sources
 
     def _retry_after_s(self) -> int:
-        """Estimate the seconds until half of the queue has left."""
+        # The estimated seconds until half of the queue has left.
         if len(self._departed) < 2:
             return 1
         took = time.monotonic() - self._departed[0]
@@ -132,27 +130,20 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Let jobs leave and join the running batches between two steps.
-
-    Cancelled and late jobs leave; waiting jobs join within the encoder's budget. It is used on one thread only.
-
-    Attributes:
-        slots: maximum number of rows that are decoded at once.
-        num_rows: slots in use after the newest step, including jobs that are not encoded yet.
-    """
+    """Remove cancelled and late jobs and add waiting ones between steps, on one thread."""
 
     def __init__(self, session: Session, waiting: WaitingQueue, config: ServingConfig, observer: Observer) -> None:
         most = session.limits.rows.most
         self.slots = config.slots if most is None else min(config.slots, most)
-        self.num_rows = 0
+        self.num_rows = 0  # after the newest step, including jobs that are not encoded yet
         self._session, self._waiting, self._observer = session, waiting, observer
-        # If the batch cannot be joined later, all waiting jobs are encoded together.
+        # If later jobs cannot join the batch, all waiting jobs are encoded together.
         self._budget = config.encoder_budget if session.batch().can_join else sys.maxsize
         self._loop = Loop(session, self.slots)
         self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
         self._entering: deque[Request] = deque()  # running parts that are not encoded yet
         self._beginning: set[Job] = set()  # jobs that get their first token in the next step
-        self._held_at: int | None = None  # number of steps when free slots began to wait for company
+        self._held_at: int | None = None  # number of steps when free slots began to wait for more
         self._step_s = TOGETHER_S
         self._is_held = False
 
@@ -161,28 +152,24 @@ class Scheduler:
         return bool(self._running or len(self._waiting))
 
     def step(self) -> list[Event]:
-        """Let jobs leave and join, and run one or more decoder steps.
-
-        Raises:
-            BackendError: the backend failed; the running jobs cannot continue.
-        """
+        """Remove and add jobs, and run one or more decoder steps; raises `BackendError` if the backend fails."""
         now = time.monotonic()
         events = [Event(job, outcome=job.late()) for job in self._waiting.take_late(now)]
-        events += self._leave(now)
-        events += self._join()
+        events += self._remove(now)
+        events += self._add()
         if self._loop.is_busy:
             events += self._take_step()
         self.num_rows = self._count_rows()
         return events
 
-    def _leave(self, now: float) -> list[Event]:
+    def _remove(self, now: float) -> list[Event]:
         running = dict.fromkeys(job for job, _ in self._running.values())
-        gone = [job for job in running if job.status is Status.CANCELLED or job.deadline <= now]
-        if gone:
-            self._forget(gone)
-        return [Event(job, outcome=job.late()) for job in gone if job.status is not Status.CANCELLED]
+        ended = [job for job in running if job.status is Status.CANCELLED or job.deadline <= now]
+        if ended:
+            self._forget(ended)
+        return [Event(job, outcome=job.late()) for job in ended if job.status is not Status.CANCELLED]
 
-    def _join(self) -> list[Event]:
+    def _add(self) -> list[Event]:
         start, events, budget = time.monotonic(), list[Event](), self._budget
         self._is_held = False
         if not self._entering and len(self._waiting):
@@ -190,10 +177,10 @@ class Scheduler:
                 job.joined = start
                 self._observer.joined(start - job.arrived, job.source_length)
                 if job.request.config.return_alternatives:
-                    budget -= job.source_length  # it was encoded to find the alternatives
+                    budget -= job.source_length  # finding the alternatives encodes the source
                 try:
                     job.expand(self._session)
-                except (InputError, BackendError) as error:  # it concerns only this job
+                except (InputError, BackendError) as error:  # only this job fails
                     events.append(Event(job, outcome=error))
                     continue
                 self._running |= {part.id: (job, part) for part in job.parts}
@@ -208,7 +195,7 @@ class Scheduler:
     def _choose(self, waiting: list[Job]) -> list[Job]:
         """Select the oldest jobs that fit; the first may exceed the encoder's budget."""
         free = self.slots - self._count_rows()
-        if self._wait_for_company(free):
+        if self._wait_for_slots(free):
             return []
         chosen: list[Job] = []
         num_sources = longest = 0
@@ -226,10 +213,9 @@ class Scheduler:
             num_sources += job.num_sources
         return chosen
 
-    def _wait_for_company(self, free: int) -> bool:
-        """Return whether to wait a few steps for more free slots."""
-        few = min(-(-self.slots // JOIN_SHARE), self._waiting.num_rows)
-        if free == self.slots or not 0 < free < few:
+    def _wait_for_slots(self, free: int) -> bool:
+        enough = min(-(-self.slots // JOIN_SHARE), self._waiting.num_rows)
+        if free == self.slots or not 0 < free < enough:
             self._held_at = None
             return free == 0
         if self._held_at is None:
@@ -265,11 +251,9 @@ class Scheduler:
         return [event for update in updates if (event := self._event(update))]
 
     def _event(self, update: Update) -> Event | None:
-        """Return the event of an update; None if other parts of its job are unfinished."""
-        found = self._running.get(update.request.id)
-        if found is None:  # another part of its job failed in this step
+        if update.request.id not in self._running:  # another part of its job failed in this step
             return None
-        job, part = found
+        job, part = self._running[update.request.id]
         if isinstance(update.outcome, TfexportError):
             self._forget([job])
             return Event(job, outcome=update.outcome)
@@ -277,8 +261,8 @@ class Scheduler:
         if update.outcome is None:
             return Event(job, tokens)
         del self._running[part.id]
-        whole = job.take(part, update.outcome)
-        return Event(job, tokens, whole) if tokens or whole is not None else None
+        hypotheses = job.take(part, update.outcome)
+        return Event(job, tokens, hypotheses) if tokens or hypotheses is not None else None
 
     def _forget(self, jobs: list[Job]) -> None:
         parts = [part for job in jobs for part in job.parts]
@@ -292,11 +276,7 @@ class Scheduler:
 
 
 class Worker:
-    """Decode queued requests on a thread until the queue is closed.
-
-    Attributes:
-        failure: the exception that ended the thread; None if it has not failed.
-    """
+    """Decode queued requests on a thread until the queue is closed; `failure` is the error that ended it."""
 
     def __init__(
         self,
@@ -306,7 +286,6 @@ class Worker:
         publish: Callable[[list[Event]], None],
         fail: Callable[[EngineFailed], None],
     ) -> None:
-        """Start the thread, which calls the callbacks. The caller closes `session`."""
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
         self.failure: BaseException | None = None
         self._scheduler = Scheduler(session, self.waiting, config, observer)
@@ -336,12 +315,11 @@ class Worker:
         self.waiting.close(reason)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread to end; return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _step(self) -> None:
-        # A separate method, because local variables of `_run` would keep the last generations and their engine alive.
+        # Local variables of `_run` would keep the last generations and their engine alive.
         if events := self._scheduler.step():
             self._publish(events)
 
@@ -356,6 +334,6 @@ class Worker:
         except BaseException as error:  # callers must receive an error in any case
             logger.exception("the engine's thread has failed")
             self.failure = error
-            failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; start it anew")
+            failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; restart it")
             self.waiting.close(failed)
             self._fail(failed)

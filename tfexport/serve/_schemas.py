@@ -42,46 +42,40 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     media_types: ClassVar[tuple[str, ...]] = (JSON,)
 
-    def _is_given(self, name: str) -> bool:
-        return name in self.model_fields_set
-
     def _check_one_of(self, one: str, other: str) -> None:
-        if self._is_given(one) == self._is_given(other):
-            raise ValueError(f"expected {one} or {other}, one of them")
+        if (one in self.model_fields_set) == (other in self.model_fields_set):
+            raise ValueError(f"expected either {one} or {other}")
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
-        """Parse a body; raise `InvalidRequestError` with all problems.
-
-        Binary tensors follow the first `json_length` bytes; None if the body is only JSON.
-        """
+        """Parse a body; binary tensors follow the first `json_length` bytes, if any."""
         try:
             return cls.model_validate_json(raw)
         except ValidationError as error:
-            raise InvalidRequestError(*problems_of(error)) from error
+            raise InvalidRequestError(*_problems(error)) from error
 
 
-def problems_of(error: ValidationError) -> list[str]:
-    """Return one line per problem; the members of a union count as one."""
+def _problems(error: ValidationError) -> list[str]:
+    # The members of a union count as one problem.
     if error.error_count() > MAX_PROBLEMS:
-        return [f"the body has {error.error_count()} problems; see /openapi.json for what is expected"]
-    found: dict[str, list[str]] = {}
+        return [f"the body has {error.error_count()} problems; see /openapi.json for the schema"]
+    problems: dict[str, list[str]] = {}
     for one in error.errors(include_url=False, include_context=False):
-        kind, what = one["type"], one["msg"].removeprefix("Value error, ")
+        kind, message = one["type"], one["msg"].removeprefix("Value error, ")
         if kind == "json_invalid":
-            return [f"the body is not JSON: {what.removeprefix('Invalid JSON: ')}"]
+            return [f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}"]
         place = "".join(_place(one["loc"]))
         if kind == "extra_forbidden":
-            found[f"unknown key {place}"] = []
+            problems[f"unknown key {place}"] = []
         elif kind == "missing":
-            found[f"missing key {place}"] = []
+            problems[f"missing key {place}"] = []
         elif kind == "value_error":
-            found[f"{place}: {what}" if place else what] = []
+            problems[f"{place}: {message}" if place else message] = []
         else:
-            said = f"{place or 'the body'} is {shortened(one['input'])}, "
-            what = what.replace("Input should be", "expected")
-            found.setdefault(said, []).append(what[0].lower() + what[1:])
-    return [said + ", or ".join(dict.fromkeys(expected)) for said, expected in found.items()]
+            expected = message.replace("Input should be", "expected")
+            got = f"{place or 'the body'} is {shortened(one['input'])}, "
+            problems.setdefault(got, []).append(expected[0].lower() + expected[1:])
+    return [got + ", or ".join(dict.fromkeys(expected)) for got, expected in problems.items()]
 
 
 def _place(loc: tuple[int | str, ...]) -> Iterator[str]:
@@ -117,22 +111,17 @@ def _options() -> dict[str, Any]:
 class Request(Body):
     """Options of a request."""
 
-    prefix: str | list[int] = Field(
-        default="", description="What each answer begins with: text, or ids with input_ids."
-    )
-    priority: float = Field(default=0.0, ge=-MAX_S, le=MAX_S, description="Seconds that it counts as older than it is.")
-    timeout_ms: float = Field(default=0.0, gt=0, description="Milliseconds that it may take; the server has a limit.")
-    timeout: float = Field(default=0.0, gt=0, description="The same in microseconds, for clients of Triton.")
-
-    def given(self) -> dict[str, Any]:
-        return self.model_dump(include=self.model_fields_set)
+    prefix: str | list[int] = Field(default="", description="Start of each answer: text, or ids with input_ids.")
+    priority: float = Field(default=0.0, ge=-MAX_S, le=MAX_S, description="Seconds to add to its age in the queue.")
+    timeout_ms: float = Field(default=0.0, gt=0, description="Time limit in milliseconds, up to the server's limit.")
+    timeout: float = Field(default=0.0, gt=0, description="Time limit in microseconds, for clients of Triton.")
 
 
 Parameters = create_model("Parameters", __base__=Request, __doc__="Options of a request.", **_options())
 InferParameters = create_model(
     "InferParameters",
     __base__=Parameters,
-    binary_data_output=(bool, Field(default=False, description="Outputs as bytes.")),
+    binary_data_output=(bool, Field(default=False, description="Send outputs as binary data.")),
 )
 
 
@@ -149,13 +138,13 @@ class Sourced(Body):
 
     @property
     def source(self) -> Source:
-        return self.text_input if self._is_given("text_input") else self.input_ids
+        return self.text_input if "text_input" in self.model_fields_set else self.input_ids
 
 
 class GenerateRequest(Sourced):
     """A source to generate from."""
 
-    id: str | None = Field(default=None, description="Comes back in the answer.")
+    id: str | None = Field(default=None, description="Returned in the response.")
     parameters: Parameters = Parameters()  # type: ignore[valid-type]
 
 
@@ -168,17 +157,17 @@ class AlignRequest(Sourced):
     @validator(mode="after")
     def _check_target(self) -> Self:
         self._check_one_of("target_text", "target_ids")
-        if self._is_given("input_ids") and self._is_given("target_text"):
-            raise ValueError("input_ids is given with target_text, expected with target_ids")
+        if {"input_ids", "target_text"} <= self.model_fields_set:
+            raise ValueError("input_ids is set with target_text, expected with target_ids")
         return self
 
     @property
     def target(self) -> Source:
-        return self.target_text if self._is_given("target_text") else self.target_ids
+        return self.target_text if "target_text" in self.model_fields_set else self.target_ids
 
 
 class TokensRequest(Sourced):
-    """A source and the token ids of an answer, to show their tokens."""
+    """A source and the token ids of an output."""
 
     target_ids: list[int]
 
@@ -200,7 +189,7 @@ class DetokenizeRequest(Body):
 class InputParameters(Body):
     """Parameters of an input tensor."""
 
-    binary_data_size: int | None = Field(default=None, ge=0, description="Bytes of the tensor that follow the JSON.")
+    binary_data_size: int | None = Field(default=None, ge=0, description="Bytes of the tensor after the JSON.")
 
 
 class Input(Body):
@@ -209,13 +198,13 @@ class Input(Body):
     name: str
     datatype: Literal["BYTES", *FORMATS]  # type: ignore[valid-type]
     shape: list[Annotated[int, Field(gt=0, lt=2**31)]] = Field(min_length=1, max_length=3)
-    data: Any = Field(default=None, description="Nested lists, or a flat one.")
+    data: Any = Field(default=None, description="Values as nested lists or as a flat list.")
     parameters: InputParameters = InputParameters()
 
     @validator(mode="after")
     def _check_data(self) -> Self:
-        if self._is_given("data") == (self.parameters.binary_data_size is not None):
-            raise ValueError("expected data or binary_data_size, one of them")
+        if ("data" in self.model_fields_set) == (self.parameters.binary_data_size is not None):
+            raise ValueError("expected either data or binary_data_size")
         return self
 
     def read(self, binary: memoryview) -> Tensor:
@@ -224,7 +213,7 @@ class Input(Body):
         if size is None:
             values = self._from_json(name)
         elif size > len(binary):
-            raise InvalidRequestError(f"input {name}: binary_data_size is {size}, but {len(binary)} bytes are left")
+            raise InvalidRequestError(f"input {name}: binary_data_size is {size}, but {len(binary)} bytes remain")
         else:
             values = self._from_bytes(name, binary[:size])
         if len(values) != math.prod(self.shape):
@@ -234,10 +223,9 @@ class Input(Body):
     def _from_json(self, name: str) -> list[Any]:
         values = [self.data]
         for _ in self.shape:
-            values = [one for part in values for one in (part if isinstance(part, list) else [part])]
+            values = [value for part in values for value in (part if isinstance(part, list) else [part])]
         try:
-            checked: list[Any] = _VALUES[self.datatype].validate_python(values, strict=True)
-            return checked
+            return _VALUES[self.datatype].validate_python(values, strict=True)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]["input"]
             raise InvalidRequestError(f"input {name} has {shortened(wrong)}, expected {self.datatype}") from error
@@ -248,7 +236,7 @@ class Input(Body):
         code = FORMATS[self.datatype]
         number, rest = divmod(len(binary), struct.calcsize("<" + code))
         if rest:
-            raise InvalidRequestError(f"input {name}: {len(binary)} bytes are no whole number of {self.datatype}")
+            raise InvalidRequestError(f"input {name}: {len(binary)} bytes are not a whole number of {self.datatype}")
         values = list(struct.unpack(f"<{number}{code}", binary))
         check_finite(name, values)
         return values
@@ -265,7 +253,7 @@ def _values(datatype: str) -> Any:
     return list[Annotated[int, Field(ge=low, lt=high)]]
 
 
-_VALUES = {datatype: TypeAdapter(_values(datatype)) for datatype in ("BYTES", *FORMATS)}
+_VALUES: dict[str, TypeAdapter[list[Any]]] = {name: TypeAdapter(_values(name)) for name in ("BYTES", *FORMATS)}
 
 
 def _parts(name: str, binary: memoryview) -> Iterator[bytes]:
@@ -274,14 +262,14 @@ def _parts(name: str, binary: memoryview) -> Iterator[bytes]:
         number, end = number + 1, start + 4
         start = end + int.from_bytes(binary[start:end], "little")
         if start > len(binary):
-            raise InvalidRequestError(f"input {name}: text {number} ends behind the tensor")
+            raise InvalidRequestError(f"input {name}: text {number} is longer than the remaining data")
         yield bytes(binary[end:start])
 
 
 class OutputParameters(Body):
     """Parameters of an output tensor."""
 
-    binary_data: bool | None = Field(default=None, description="As bytes that follow the JSON.")
+    binary_data: bool | None = Field(default=None, description="Send as binary data after the JSON.")
 
 
 class Output(Body):
@@ -298,9 +286,9 @@ class InferRequest(Body):
     """
 
     media_types = (JSON, BYTES, "")
-    id: str | None = Field(default=None, description="Comes back in the answer.")
+    id: str | None = Field(default=None, description="Returned in the response.")
     inputs: list[Input] = Field(min_length=1)
-    outputs: list[Output] = Field(default=[], description="All if there is none.")
+    outputs: list[Output] = Field(default=[], description="Outputs to return; all if empty.")
     parameters: InferParameters = InferParameters()  # type: ignore[valid-type]
     _tensors: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
@@ -311,16 +299,16 @@ class InferRequest(Body):
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
         length = len(raw) if json_length is None else json_length
-        found = super().parse(raw[:length], media_type, None)
+        request = super().parse(raw[:length], media_type, None)
         binary = memoryview(raw)[length:]
-        for one in found.inputs:
-            if one.name in found._tensors:
-                raise InvalidRequestError(f"input {one.name[:80]} is given twice, expected once")
-            found._tensors[one.name] = one.read(binary)
-            binary = binary[one.parameters.binary_data_size or 0 :]
+        for tensor in request.inputs:
+            if tensor.name in request._tensors:
+                raise InvalidRequestError(f"input {tensor.name[:80]} is given twice, expected once")
+            request._tensors[tensor.name] = tensor.read(binary)
+            binary = binary[tensor.parameters.binary_data_size or 0 :]
         if len(binary):
-            raise InvalidRequestError(f"{len(binary)} bytes follow the JSON that belong to no input")
-        return found
+            raise InvalidRequestError(f"{len(binary)} bytes after the JSON belong to no input")
+        return request
 
 
 class StreamOptions(BaseModel):
@@ -331,21 +319,21 @@ class StreamOptions(BaseModel):
 
 
 class Completion(Parameters):  # type: ignore[misc, valid-type]
-    """One or more prompts, as in the OpenAI API; decoding options are also accepted."""
+    """One or more prompts, as in the OpenAI API, and decoding options of tfexport."""
 
     model: str | None = None
     prompt: str | list[str]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, description="Above 0 samples; without it nothing is sampled.")
-    top_k: int | None = Field(default=None, description="-1 for all.")
+    temperature: float | None = Field(default=None, description="Sample if above 0.")
+    top_k: int | None = Field(default=None, description="-1 for all tokens.")
     top_p: float | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = None
-    seed: int | None = Field(default=None, description="Of sampling.")
+    seed: int | None = None
     user: Any = None
     # Features that are not supported; only the values that disable them are accepted.
     best_of: Literal[1] | None = None
@@ -370,8 +358,7 @@ class TranslateRequest(Body):
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
-        """Parse JSON, or a form, which LibreTranslate's own client sends."""
-        if media_type != FORM:
+        if media_type != FORM:  # LibreTranslate's client sends forms
             return super().parse(raw, media_type, json_length)
         try:
             pairs = parse_qsl(raw.decode(), True, True, errors="strict", max_num_fields=len(cls.model_fields))
@@ -382,15 +369,20 @@ class TranslateRequest(Body):
         try:
             return cls.model_validate_strings(data)
         except ValidationError as error:
-            raise InvalidRequestError(*problems_of(error)) from error
+            raise InvalidRequestError(*_problems(error)) from error
 
 
-class Generated(BaseModel):
-    """Results of one source; lists, best first, for several."""
+class Named(BaseModel):
+    """The model of a response."""
 
     id: str | None = None
     model_name: str
     model_version: str
+
+
+class Generated(Named):
+    """Results of one source; if there are several, lists with the best first."""
+
     text_output: str | list[str] | None = None
     output_ids: list[int] | list[list[int]]
     scores: float | list[float]
@@ -406,12 +398,9 @@ class OutputTensor(BaseModel):
     data: list[Any]
 
 
-class Inferred(BaseModel):
-    """Answers as tensors."""
+class Inferred(Named):
+    """Outputs as tensors."""
 
-    id: str | None = None
-    model_name: str
-    model_version: str
     outputs: list[OutputTensor]
 
 

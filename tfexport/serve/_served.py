@@ -37,7 +37,7 @@ from tfexport.serve.observer import Observer, Outcome
 from tfexport.text.compare import check_texts
 
 logger = logging.getLogger(__name__)
-Found = TypeVar("Found")
+T = TypeVar("T")
 # Maximum number of waiting alignments.
 MAX_WAITING = 8
 # Number of recorded texts that are checked before serving; `tfexport verify` checks all.
@@ -55,40 +55,29 @@ _OUTCOMES: dict[type[BaseException], Outcome] = {
 
 
 class Alignments:
-    """Compute alignments one at a time on a thread, concurrently with the batches.
-
-    It is used on one event loop only.
-    """
+    """Compute alignments one at a time on a thread; used on one event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-align")
-        self._open: set[asyncio.Future[Any]] = set()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._open
+        self.pending: set[asyncio.Future[Any]] = set()
 
     def check_room(self, most: int) -> None:
-        """Raise `QueueFull` if more than `most` alignments are waiting or running."""
-        if len(self._open) > most:
-            raise QueueFull(f"{most} alignments wait, which is the limit; come again later")
+        if len(self.pending) > most:
+            raise QueueFull(f"{most} alignments are waiting, which is the limit; try again later")
 
-    def submit(self, compute: Callable[[], Found]) -> asyncio.Future[Found]:
+    def submit(self, compute: Callable[[], T]) -> asyncio.Future[T]:
         """Queue a computation; it is skipped if its future is cancelled first."""
-        found: asyncio.Future[Found] = self._loop.create_future()
-        self._open.add(found)
-        found.add_done_callback(self._open.discard)
-        self._executor.submit(self._compute, compute, found)
-        return found
+        future: asyncio.Future[T] = self._loop.create_future()
+        self.pending.add(future)
+        future.add_done_callback(self.pending.discard)
+        self._executor.submit(self._compute, compute, future)
+        return future
 
     async def join(self, end: float, hang_s: float) -> bool:
-        """Wait for all computations; return whether they all ended.
-
-        Stop waiting at `end`, a time of `time.monotonic`, or if one computation takes longer than `hang_s`.
-        """
-        while self._open:
+        """Wait until `end`, at most `hang_s` for each; return whether all have ended."""
+        while self.pending:
             wait_s = max(0.0, min(end - time.monotonic(), hang_s))
-            done, _ = await asyncio.wait(tuple(self._open), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tuple(self.pending), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 return False
         return True
@@ -96,25 +85,24 @@ class Alignments:
     def close(self, reason: ServingError) -> None:
         """Stop after the current computation; open futures raise `reason`."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-        for found in tuple(self._open):
-            if not found.done():
-                found.set_exception(copy.copy(reason))
+        for future in tuple(self.pending):
+            if not future.done():
+                future.set_exception(copy.copy(reason))
 
-    def _compute(self, compute: Callable[[], Found], found: asyncio.Future[Found]) -> None:
-        if found.done():  # it was cancelled
+    def _compute(self, compute: Callable[[], T], future: asyncio.Future[T]) -> None:
+        if future.done():  # it was cancelled
             return
-        settle: Callable[[Any], None] = found.set_result
-        result: Any
+        settle: Callable[[], None]
         try:
-            result = compute()
+            settle = partial(future.set_result, compute())
         except Exception as error:  # noqa: BLE001 - the future raises it
-            settle, result = found.set_exception, error
+            settle = partial(future.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the event loop may be closed
-            self._loop.call_soon_threadsafe(lambda: None if found.done() else settle(result))
+            self._loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
 
 class Served:
-    """A model, its threads, and its open requests. It is used on one event loop only."""
+    """A model, its threads, and its open requests; used on one event loop only."""
 
     def __init__(
         self, model: Model, loop: asyncio.AbstractEventLoop, config: ServingConfig, observer: Observer
@@ -126,15 +114,14 @@ class Served:
         self._config, self._observer = config, observer
         self._open: dict[Generation[Any, Any], asyncio.TimerHandle | None] = {}  # with its timer for the deadline
         self._is_answered = True
-        # Open requests hold this object through `end`, so that the thread goes on until they are answered.
-        weakref.finalize(self, self.worker.abort, Draining("the engine is gone")).atexit = False
+        # Open requests refer to this object through `end`, so the thread runs until they are answered.
+        weakref.finalize(self, self.worker.abort, Draining("the engine was deleted")).atexit = False
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
     def begin(self, generation: Generation[Any, Any]) -> None:
-        """Accept a generation, and start its deadline timer."""
         self.worker.waiting.put(generation)
         self._open[generation] = None
         if generation.deadline < math.inf:  # the thread checks it too, but only between steps
@@ -144,7 +131,6 @@ class Served:
             generation.begin()
 
     def end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
-        """End a generation with an error."""
         self._close(generation)
         self.worker.waiting.cancel(generation)
         generation.finish(reason)
@@ -157,14 +143,14 @@ class Served:
         Requests that are open after `timeout_s`, or after `hang_s` without progress, raise `reason`.
         """
         if not await self._finish(reason, timeout_s):
-            self._is_answered &= self.alignments.is_idle
+            self._is_answered &= not self.alignments.pending
             self.worker.abort(reason)
             self._end_all(reason)
         self.alignments.close(reason)
         if await asyncio.to_thread(self.worker.join, self._config.stall_s):
             self.model.close()
         else:  # the hanging thread still uses its model
-            logger.warning("the thread of a model hangs and is left behind; its memory is free when it goes on")
+            logger.warning("a model's thread hangs and was abandoned; its memory is freed if the thread continues")
         return self._is_answered
 
     async def _finish(self, reason: ServingError, timeout_s: float | None) -> bool:
@@ -194,7 +180,7 @@ class Served:
         elif outcome is not None:
             self._answer(generation, outcome, generation.answers(outcome))
         elif generation.is_behind:
-            self.end(generation, Cancelled("the stream was read too slowly; read it as it comes"))
+            self.end(generation, Cancelled("the stream was read too slowly; read each item as soon as it is sent"))
 
     def _take_aligned(
         self, generation: Generation[Any, Any], hypotheses: list[Hypothesis], answers: asyncio.Future[list[Any]]
@@ -212,7 +198,7 @@ class Served:
         generation.finish(answers)
         self._close(generation)
         now, prefix_len = time.monotonic(), len(generation.request.prompt) - 1 - generation.request.num_forced
-        lengths = [len(one.token_ids) - prefix_len for one in hypotheses]
+        lengths = [len(hypothesis.token_ids) - prefix_len for hypothesis in hypotheses]
         per_token_s = (now - generation.began) / (lengths[0] - 1) if lengths[0] > 1 else None
         reason = hypotheses[0].finish_reason
         self._observer.ended("ok", reason, now - generation.arrived, sum(lengths), per_token_s)
@@ -236,8 +222,8 @@ class Served:
         try:
             yield
         except Exception as error:
-            logger.exception("an answer could not be put into words")
-            self.end(generation, BackendError(f"the answer could not be put into words: {error!r}"))
+            logger.exception("an answer could not be decoded to text")
+            self.end(generation, BackendError(f"the answer could not be decoded to text: {error!r}"))
 
 
 def _answers(generation: Generation[Any, Any], hypotheses: list[Hypothesis]) -> list[Any]:
@@ -245,20 +231,16 @@ def _answers(generation: Generation[Any, Any], hypotheses: list[Hypothesis]) -> 
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Return the outcome of a request that fails with this error."""
     return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), "error")
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a function that schedules a method on an event loop from any thread.
-
-    It does nothing if the loop is closed or the method's object was deleted.
-    """
+    """Return a thread-safe function that calls a method on a loop, unless its object was deleted."""
     weak = weakref.WeakMethod(method)
 
     def call(argument: Any) -> None:
-        if (found := weak()) is not None:
-            found(argument)
+        if (bound := weak()) is not None:
+            bound(argument)
 
     def post(argument: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed
@@ -268,39 +250,30 @@ def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Any], None]) -> 
 
 
 def prepare(model: Model, slots: int) -> None:
-    """Warm a model up with one row and with all slots, and check its recorded texts.
-
-    Raises:
-        InputError: the model has no decoder.
-        BackendError: the backend failed or computed NaN.
-        ParityError: the tokenizer or an fp32 model returns other results than recorded.
-    """
-    spec = model.spec
+    """Warm a model up with one row and with all slots, and check its recorded texts."""
+    spec, tokenizer = model.spec, model.tokenizer
     if not spec.has_decoder:
         raise InputError("the bundle is an encoder alone and generates no text; use tfexport embed")
     source = [spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0]
-    room = min(WARM_UP_TOKENS, spec.max_target_length)
-    warm_up = DecodeConfig(max_new_tokens=room, min_new_tokens=room)
+    num_tokens = min(WARM_UP_TOKENS, spec.max_target_length)
+    warm_up = DecodeConfig(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
     for rows in (1, slots):
         decode(model.session, [source] * rows, warm_up, batch_size=rows)
-    if not model.tokenizer or not model.tokenizer.text.samples:
+    if not tokenizer or not tokenizer.text.samples:
         return
-    check_texts(model.tokenizer)
-    text = model.tokenizer.text
-    samples = [sample for sample in text.samples if sample.target_ids][:NUM_RECORDED]
+    check_texts(tokenizer)
+    prefix = tokenizer.text.target_prefix
+    samples = [sample for sample in tokenizer.text.samples if sample.target_ids][:NUM_RECORDED]
     if not samples or model.session.accuracy != "fp32":
         return
     longest = max(len(sample.target_ids) for sample in samples)
-    found = decode(
-        model.session,
-        [sample.source_ids for sample in samples],
-        DecodeConfig(max_new_tokens=min(longest, spec.max_target_length - len(text.target_prefix))),
-        prefixes=[text.target_prefix] * len(samples),
-    )
-    for sample, (best,) in zip(samples, found, strict=True):
-        said = best.token_ids[: len(sample.target_ids)]
-        if said != sample.target_ids:
+    config = DecodeConfig(max_new_tokens=min(longest, spec.max_target_length - len(prefix)))
+    sources = [sample.source_ids for sample in samples]
+    outputs = decode(model.session, sources, config, prefixes=[prefix] * len(samples))
+    for sample, (best,) in zip(samples, outputs, strict=True):
+        token_ids = best.token_ids[: len(sample.target_ids)]
+        if token_ids != sample.target_ids:
             raise ParityError(
-                f"the recorded text {sample.text!r} came out as {model.tokenizer.decode(said)!r}, expected "
+                f"the output of recorded text {sample.text!r} is {tokenizer.decode(token_ids)!r}, expected "
                 f"{sample.output!r}; run tfexport verify"
             )

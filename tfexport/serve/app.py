@@ -22,8 +22,7 @@ def build_app(
     """Build the app; any ASGI server runs it, and other apps can mount it.
 
     Args:
-        engines: by model name. The caller starts and drains them on the app's event loop; before that, the app reports
-            not ready.
+        engines: by model name; the caller starts and drains them on the app's event loop.
         config: limits and endpoints; None for the defaults.
         metrics: the metrics that the engines' observers record; None to disable metrics and statistics.
     """

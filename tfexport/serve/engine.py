@@ -119,7 +119,7 @@ class Engine:
             TfexportError: the bundle cannot be loaded, or its results differ from the recorded ones.
         """
         if self._loop or self.state != "starting":
-            raise EngineFailed("an engine is started once; make another one")
+            raise EngineFailed("an engine can be started only once; create another one")
         self._loop = asyncio.get_running_loop()
         self._served = await self._load(self._bundle, "starting", "the engine was drained before it was ready")
         self._state = "ready"
@@ -140,7 +140,7 @@ class Engine:
         self._check_loop()
         async with self._replacing:
             old, path = self._current, bundle or self._bundle
-            self._served = await self._load(path, "ready", "the engine is about to stop and takes no other bundle")
+            self._served = await self._load(path, "ready", "the engine is stopping and loads no other bundle")
             self._bundle = path
             self._retiring.append(old)
             await old.stop(Draining("the bundle was replaced"), None)
@@ -160,7 +160,7 @@ class Engine:
             self._state = "stopped"
             return True
         self._state = "draining"
-        reason = Draining("the engine is about to stop; ask another one")
+        reason = Draining("the engine is stopping; send the request to another one")
         self._served.worker.waiting.close(reason)  # before the first await, so that no request is accepted meanwhile
         are_answered = all(await asyncio.gather(*(served.stop(reason, timeout_s) for served in self._all_served)))
         self._state = "stopped"
@@ -204,22 +204,25 @@ class Engine:
         with self._refusals():
             model = self.model
             if model.tokenizer is None:
-                raise InputError("this bundle has no tokenizer; ask with token ids")
+                raise InputError("this bundle has no tokenizer; pass token ids")
             tokenizer, decoding = model.tokenizer, model.decoding(config, **options)
             if decoding.replace_unknowns:
-                self._check_copies(stream)
+                if stream:
+                    raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
+                check_copies(model.session, tokenizer)
+                self._current.alignments.check_room(self.config.max_waiting)
             (source,) = tokenizer.encode([text])
-            begin, fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
+            prefix_ids, num_fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
 
-            def answers(found: Sequence[Hypothesis]) -> list[Result]:
-                results = [result_of(tokenizer, one, decoding) for one in found]
+            def answers(hypotheses: Sequence[Hypothesis]) -> list[Result]:
+                results = [result_of(tokenizer, hypothesis, decoding) for hypothesis in hypotheses]
                 if decoding.replace_unknowns:
                     return with_copies(model.session, tokenizer, [text], [source], results, decoding)
                 return results
 
-            given = fixed if decoding.prefix_bias_beta else len(begin)
-            pieces = Pieces(tokenizer.decode, given, decoding.strings) if stream else None
-            return self._begin(source, begin, decoding, fixed, stream, priority, timeout_s, answers, pieces)
+            num_forced = num_fixed if decoding.prefix_bias_beta else len(prefix_ids)
+            pieces = Pieces(tokenizer.decode, num_forced, decoding.strings) if stream else None
+            return self._begin(source, prefix_ids, decoding, num_fixed, stream, priority, timeout_s, answers, pieces)
 
     def submit_ids(
         self,
@@ -276,18 +279,18 @@ class Engine:
         with self._refusals():
             self._check_loop()
             raise_all(InputError, "request", _time_problems(timeout_s))
-            served, most_s = self._current, self._allowed_s(timeout_s)
+            served, limit_s = self._current, self._limit_s(timeout_s)
             served.worker.waiting.check_open()
             served.alignments.check_room(MAX_WAITING)
             try:
-                async with asyncio.timeout(None if most_s == math.inf else most_s):
-                    found = await served.alignments.submit(partial(_aligned, served.model, source, target))
+                async with asyncio.timeout(None if limit_s == math.inf else limit_s):
+                    alignment = await served.alignments.submit(partial(_align, served.model, source, target))
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"the {most_s:.3g} s of the request were over before it was aligned; come again later"
+                    f"the time limit of {limit_s:.3g} s was exceeded before the alignment; try again later"
                 ) from None
         self._observer.aligned(time.monotonic() - start)
-        return found
+        return alignment
 
     @property
     def _all_served(self) -> list[Served]:
@@ -309,7 +312,7 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             loop = asyncio.get_running_loop()
         if self._loop and loop is not self._loop:
-            raise EngineFailed("the engine belongs to the event loop that it was started on; ask it from there")
+            raise EngineFailed("the engine was started on another event loop; call it from that one")
 
     @property
     def _current(self) -> Served:
@@ -318,8 +321,7 @@ class Engine:
         return self._served
 
     async def _load(self, bundle: str | PathLike[str], state: State, refusal: str) -> Served:
-        """Load and serve a bundle; raise `Draining` if the engine leaves `state`."""
-
+        # Raises `Draining` if the engine leaves `state` meanwhile.
         def load_model() -> Model:
             model = load(bundle, **self._options)
             try:
@@ -335,12 +337,6 @@ class Engine:
                 return Served(model, asyncio.get_running_loop(), self.config, self._observer)
             model.close()
         raise Draining(refusal)
-
-    def _check_copies(self, stream: bool) -> None:
-        if stream:
-            raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
-        check_copies(self.model.session, self.model.tokenizer)
-        self._current.alignments.check_room(self.config.max_waiting)
 
     def _begin(
         self,
@@ -359,10 +355,10 @@ class Engine:
         text_of = model.tokenizer.decode if model.tokenizer else None
         (request,) = check_requests(model.session, [source], decoding, [prefix], text_of, num_fixed)
         request.stream = bool(stream)
-        now, buffer = time.monotonic(), self.config.stream_buffer
-        deadline = now + self._allowed_s(timeout_s)
+        now = time.monotonic()
+        callbacks: dict[str, Any] = {"answers": answers, "pieces": pieces, "leave": self._current.end}
         generation: Generation[Any, Any] = Generation(
-            request, now, priority, deadline, answers=answers, pieces=pieces, buffer=buffer, leave=self._current.end
+            request, now, priority, now + self._limit_s(timeout_s), buffer=self.config.stream_buffer, **callbacks
         )
         self._check_loop()
         self._current.begin(generation)
@@ -375,38 +371,40 @@ class Engine:
         if decoding.num_beams > self.config.max_num_beams:
             problems.append(f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it")
         if (rows := num_rows(decoding)) > self.slots:
-            problems.append(f"the request takes {rows} slots of {self.slots}; lower num_beams or num_return_sequences")
+            problems.append(
+                f"the request needs {rows} slots, the engine has {self.slots}; lower num_beams or num_return_sequences"
+            )
         if stream:
             problems += [
-                f"{name} is {getattr(decoding, name)}, but a stream hands out one answer as it comes; set it to 1"
+                f"{name} is {getattr(decoding, name)}, but a stream returns only one answer; set it to 1"
                 for name in ("num_beams", "num_return_sequences")
                 if getattr(decoding, name) > 1
             ]
-        if not (_is_number(priority) and abs(priority) <= MAX_S):  # type: ignore[arg-type]
+        if not _is_between(-MAX_S, priority, MAX_S):
             problems.append(f"priority is {shortened(priority)}, expected seconds from -{MAX_S} to {MAX_S}")
         return problems + _time_problems(timeout_s)
 
-    def _allowed_s(self, timeout_s: float | None) -> float:
-        """Return the time limit in seconds; inf for no limit."""
-        return min((limit for limit in (timeout_s, self.config.timeout_s) if limit is not None), default=math.inf)
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return min(timeout_s or math.inf, self.config.timeout_s or math.inf)
 
 
 def _time_problems(timeout_s: object) -> list[str]:
-    if timeout_s is None or (_is_number(timeout_s) and 0 < timeout_s <= MAX_S):  # type: ignore[operator]
+    if timeout_s is None or _is_between(math.ulp(0), timeout_s, MAX_S):
         return []
     return [f"timeout_s is {shortened(timeout_s)}, expected None or above 0 and up to {MAX_S}"]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_between(low: float, value: object, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _aligned(model: Model, source: str | Iterable[int], target: str | Iterable[int]) -> Alignment:
-    if isinstance(source, str) and isinstance(target, str):
-        return model.align([source], [target])[0]
+def _align(model: Model, source: str | Iterable[int], target: str | Iterable[int]) -> Alignment:
     if isinstance(target, str):
-        raise InputError("align: the source is token ids and the target a text; give token ids of both")
-    if isinstance(source, str) and model.tokenizer is None:
-        raise InputError("align: this bundle has no tokenizer; give token ids")
-    source_ids = model.tokenizer.encode([source])[0] if model.tokenizer and isinstance(source, str) else source
-    return model.align_ids([source_ids], [target])[0]  # type: ignore[list-item]
+        if isinstance(source, str):
+            return model.align([source], [target])[0]
+        raise InputError("align: the source is token ids, but the target is text; pass both as token ids")
+    if isinstance(source, str):
+        if model.tokenizer is None:
+            raise InputError("align: this bundle has no tokenizer; pass token ids")
+        (source,) = model.tokenizer.encode([source])
+    return model.align_ids([source], [target])[0]

@@ -22,7 +22,7 @@ Answer: TypeAlias = Result | Hypothesis
 Asked: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
 DECODING = frozenset(field.name for field in dataclasses.fields(DecodeConfig))
 # Units per second. Triton clients send `timeout` in microseconds.
-_TIMES = {"timeout_ms": 1e3, "timeout": 1e6}
+_TIMEOUTS = {"timeout_ms": 1e3, "timeout": 1e6}
 # Inputs of `infer` that are not options, with their datatypes.
 INPUTS = {"text_input": "BYTES", "input_ids": "INT64", "input_lengths": "INT64", "prefix": "BYTES"}
 # Datatype and rank of each output: [sources, answers], or [sources, answers, length].
@@ -40,17 +40,12 @@ MAX_MESSAGE = 1000
 
 
 class InvalidRequestError(InputError):
-    """Reject a request before it reaches an engine."""
+    """A request is not valid, and does not reach an engine."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the Open Inference Protocol.
-
-    Attributes:
-        datatype: as spelled in the protocol, such as INT64.
-        values: flat, in row-major order; BYTES values are str.
-    """
+    """A tensor of the Open Inference Protocol; `values` are flat, in row-major order, and str for BYTES."""
 
     name: str
     datatype: str
@@ -66,49 +61,42 @@ def bounded(message: str) -> str:
 def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, Any]:
     """Convert request parameters to arguments of `Engine.submit` and `submit_ids`.
 
-    They are timeout_ms or timeout, and fields of `DecodeConfig`, prefix and priority, which the engine checks.
-
-    Raises:
-        InvalidRequestError: lists unknown names, and timeouts that are not valid numbers.
+    Timeouts are checked here; the engine checks the fields of `DecodeConfig`, prefix and priority.
     """
-    given = {name: value for name, value in parameters.items() if name in DECODING or name in ("prefix", "priority")}
-    times = {name: value for name, value in parameters.items() if name in _TIMES}
-    problems = [f"unknown parameter {shortened(name)}" for name in parameters if name not in given | times]
-    for name, value in times.items():
+    options = {name: value for name, value in parameters.items() if name in DECODING or name in ("prefix", "priority")}
+    timeouts = {name: value for name, value in parameters.items() if name in _TIMEOUTS}
+    problems = [f"unknown parameter {shortened(name)}" for name in parameters if name not in options | timeouts]
+    for name, value in timeouts.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             problems.append(f"{name} is {shortened(value)}, expected a number")
         elif value <= 0:
             problems.append(f"{name} is {value}, expected above 0")
     if problems:
         raise InvalidRequestError(*problems)
-    return given | {"timeout_s": min([*(value / _TIMES[name] for name, value in times.items()), max_timeout_s])}
+    return options | {"timeout_s": min([*(value / _TIMEOUTS[name] for name, value in timeouts.items()), max_timeout_s])}
 
 
-def submit(engine: Engine, source: Source, given: Mapping[str, Any], *, stream: bool = False) -> Asked:
+def submit(engine: Engine, source: Source, options: Mapping[str, Any], *, stream: bool = False) -> Asked:
     """Submit a text or token ids with further arguments of `Engine.submit`."""
     if isinstance(source, str):
-        return engine.submit(source, stream=stream, **given)
-    return engine.submit_ids(source, stream=stream, **given)
+        return engine.submit(source, stream=stream, **options)
+    return engine.submit_ids(source, stream=stream, **options)
 
 
-def submit_all(engine: Engine, sources: Sequence[Source], given: Sequence[Mapping[str, Any]]) -> list[Asked]:
-    """Submit several sources; if one is refused, cancel the others.
-
-    Raises:
-        TfexportError: see `Engine.submit`; the message names the source.
-    """
-    with contextlib.ExitStack() as refused:
-        asked: list[Asked] = []
-        for number, (source, options) in enumerate(zip(sources, given, strict=True), 1):
+def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapping[str, Any]]) -> list[Asked]:
+    """Submit several sources; if one is refused, cancel the others and raise an error that names it."""
+    with contextlib.ExitStack() as cancel_all:
+        generations: list[Asked] = []
+        for number, (source, own) in enumerate(zip(sources, options, strict=True), 1):
             try:
-                asked.append(submit(engine, source, options))
+                generations.append(submit(engine, source, own))
             except (InputError, ConfigError) as error:
                 if len(sources) == 1:
                     raise
                 raise type(error)(*error.problems, **error.of(f"source {number} of {len(sources)}")) from error
-            refused.callback(asked[-1].cancel)
-        refused.pop_all()
-        return asked
+            cancel_all.callback(generations[-1].cancel)
+        cancel_all.pop_all()
+        return generations
 
 
 def asked_for(
@@ -124,38 +112,37 @@ def asked_for(
     sources = _sources(tensors)
     if len(sources) > limits.max_texts:
         raise InvalidRequestError(f"{len(sources)} sources are given, the limit is {limits.max_texts}; send fewer")
-    options = {name: _value(tensor) for name, tensor in tensors.items() if name not in INPUTS}
-    if twice := [name for name in (*options, "prefix") if name in parameters and name in tensors]:
+    inputs = {name: _value(tensor) for name, tensor in tensors.items() if name not in INPUTS}
+    if twice := [name for name in (*inputs, "prefix") if name in parameters and name in tensors]:
         raise InvalidRequestError(f"{twice[0]} is given as a parameter and as an input, expected once")
-    given = arguments({**parameters, **options}, limits.max_timeout_s)
+    options = arguments({**parameters, **inputs}, limits.max_timeout_s)
     if "prefix" not in tensors:
-        return sources, [given] * len(sources)
+        return sources, [options] * len(sources)
     prefixes = list(_column(tensors["prefix"]))
     if len(prefixes) not in (1, len(sources)):
         raise InvalidRequestError(f"prefix has {len(prefixes)} texts, expected 1 or {len(sources)}")
-    each = prefixes * (len(sources) if len(prefixes) == 1 else 1)
-    return sources, [given | {"prefix": prefix} for prefix in each]
+    if len(prefixes) == 1:
+        prefixes *= len(sources)
+    return sources, [options | {"prefix": prefix} for prefix in prefixes]
 
 
-def outputs_of(found: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]:
+def outputs_of(results: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]:
     """Return the output tensors of `infer` by name.
 
     The token id `pad` fills short rows. There are no texts if the sources were token ids.
-
-    Raises:
-        InvalidRequestError: the sources have different numbers of answers.
     """
-    if len(numbers := {len(one) for one in found}) > 1:
-        raise InvalidRequestError(f"the sources have {min(numbers)} to {max(numbers)} alternatives; ask for each alone")
-    answers = [answer for one in found for answer in one]
-    shape, lengths = (len(found), len(found[0])), [len(one.token_ids) for one in answers]
+    if len(numbers := {len(answers) for answers in results}) > 1:
+        raise InvalidRequestError(f"the sources have {min(numbers)} to {max(numbers)} alternatives; send one at a time")
+    answers = [answer for each in results for answer in each]
+    shape, lengths = (len(results), len(results[0])), [len(answer.token_ids) for answer in answers]
     longest = max(lengths)
+    padded = [[*answer.token_ids, *[pad] * (longest - len(answer.token_ids))] for answer in answers]
     values: dict[str, Sequence[object]] = {
-        "text_output": [one.text for one in answers if isinstance(one, Result)],
-        "output_ids": [token for one in answers for token in (*one.token_ids, *[pad] * (longest - len(one.token_ids)))],
+        "text_output": [answer.text for answer in answers if isinstance(answer, Result)],
+        "output_ids": [token for row in padded for token in row],
         "output_lengths": lengths,
-        "scores": [one.score for one in answers],
-        "finish_reason": [one.finish_reason for one in answers],
+        "scores": [answer.score for answer in answers],
+        "finish_reason": [answer.finish_reason for answer in answers],
     }
     return {
         name: Tensor(name, datatype, shape if rank == 2 else (*shape, longest), values[name])
@@ -166,13 +153,13 @@ def outputs_of(found: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]
 
 def texts(name: str, raws: Iterable[bytes]) -> list[str]:
     """Decode a BYTES tensor; raise `InvalidRequestError` if it is not UTF-8."""
-    found: list[str] = []
+    decoded: list[str] = []
     for raw in raws:
         try:
-            found.append(raw.decode())
+            decoded.append(raw.decode())
         except UnicodeDecodeError as error:
-            raise InvalidRequestError(f"input {name}: text {len(found) + 1} is not UTF-8") from error
-    return found
+            raise InvalidRequestError(f"input {name}: text {len(decoded) + 1} is not UTF-8") from error
+    return decoded
 
 
 def check_finite(name: str, values: Iterable[Any]) -> None:
@@ -188,7 +175,7 @@ def _sources(tensors: Mapping[str, Tensor]) -> list[Source]:
         )
     if "text_input" in tensors:
         if "input_lengths" in tensors:
-            raise InvalidRequestError("input_lengths is given with text_input, expected with input_ids")
+            raise InvalidRequestError("input_lengths is set with text_input, expected with input_ids")
         return list(_column(tensors["text_input"]))
     ids = tensors["input_ids"]
     if len(ids.shape) != 2:

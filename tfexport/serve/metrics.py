@@ -13,47 +13,53 @@ from tfexport.decode.result import FinishReason
 from tfexport.serve.engine import Engine
 from tfexport.serve.observer import Observer, Outcome
 
-# In seconds; the last is the default time limit of a request.
+# In seconds; the largest is the default time limit of a request.
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TIMES = {
-    "queue": "From arrival until a request joins a batch.",
-    "encode": "Encoding the sources that join together.",
-    "decode_step": "A step of the decoder for all rows.",
-    "time_to_first_token": "From arrival to the first token.",
-    "time_per_output_token": "For each token after the first, of a request.",
-    "request": "From arrival to the answer, of requests that were answered.",
-    "align": "From arrival to the answer, of alignments that were asked for.",
+    "queue": "Time from arrival until a request joins a batch.",
+    "encode": "Time to encode the sources that join together.",
+    "decode_step": "Time of a decoder step for all rows.",
+    "time_to_first_token": "Time from arrival to the first token.",
+    "time_per_output_token": "Mean time per token of a request after its first token.",
+    "request": "Time from arrival to the answer of successful requests.",
+    "align": "Time from arrival to the answer of alignments.",
 }
 
 
-class Metrics:
-    """The metrics of a server, labeled by model.
+_GAUGES = {
+    "tfexport_requests_running": ("Requests that are being decoded.", "num_running"),
+    "tfexport_requests_waiting": ("Requests that have not joined a batch.", "num_waiting"),
+    "tfexport_slots": ("Maximum number of rows that are decoded at once.", "slots"),
+    "tfexport_slots_used": ("Rows that are being decoded.", "num_slots_used"),
+}
 
-    Attributes:
-        registry: separate from the global registry of the process.
-    """
+
+class Metrics(Collector):
+    """The metrics of a server, labeled by model, in a registry of their own."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.requests = Counter(
             "tfexport_requests",
-            "Requests that are over, by what became of them; finish_reason where a text was generated.",
+            "Ended requests, by outcome and by the finish_reason of the generated text.",
             ("model", "outcome", "finish_reason"),
             registry=registry,
         )
         self.times = {
-            name: Histogram(f"tfexport_{name}_seconds", what, ("model",), buckets=BUCKETS, registry=registry)
-            for name, what in _TIMES.items()
+            name: Histogram(f"tfexport_{name}_seconds", help_text, ("model",), buckets=BUCKETS, registry=registry)
+            for name, help_text in _TIMES.items()
         }
         self.rows = Histogram(
             "tfexport_step_batch_size", "Rows of a decoder step.", ("model",), buckets=ROWS, registry=registry
         )
         self.tokens = {
-            side: Counter(f"tfexport_{side}_tokens", what, ("model",), registry=registry)
-            for side, what in {"source": "Tokens that were encoded.", "target": "Tokens that were generated."}.items()
+            side: Counter(f"tfexport_{side}_tokens", f"{verb} tokens.", ("model",), registry=registry)
+            for side, verb in {"source": "Encoded", "target": "Generated"}.items()
         }
         self._observers: dict[str, _Counts] = {}
+        self._engines: Mapping[str, Engine] = {}
+        registry.register(self)
 
     def observer(self, model: str) -> _Counts:
         """Return the observer for a model; the same object on every call."""
@@ -63,17 +69,26 @@ class Metrics:
 
     def watch(self, engines: Mapping[str, Engine]) -> None:
         """Export the gauges of engines; they are read at each scrape."""
-        self.registry.register(_Gauges(engines))
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges of the engines that have started, for the registry."""
+        started = {model: engine for model, engine in self._engines.items() if engine.state != "starting"}
+        for name, (help_text, attribute) in _GAUGES.items():
+            gauge = GaugeMetricFamily(name, help_text, labels=("model",))
+            for model, engine in started.items():
+                gauge.add_metric((model,), getattr(engine, attribute))
+            yield gauge
 
     def total(self, metric: str, model: str) -> float:
         """Return the sum of a model's samples with this metric name."""
         samples = (sample for family in self.registry.collect() for sample in family.samples)
-        return sum(one.value for one in samples if one.name == metric and one.labels["model"] == model)
+        return sum(sample.value for sample in samples if sample.name == metric and sample.labels["model"] == model)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics and their content type, as the Accept header requests."""
-        encode, kind = exposition.choose_encoder(accept)
-        return encode(self.registry), kind
+        encode, media_type = exposition.choose_encoder(accept)
+        return encode(self.registry), media_type
 
 
 class _Counts(Observer):
@@ -116,22 +131,3 @@ class _Counts(Observer):
     def aligned(self, took_s: float) -> None:
         self._requests["ok", ""].inc()
         self._times["align"].observe(took_s)
-
-
-class _Gauges(Collector):
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
-        self._engines = engines
-
-    def collect(self) -> Iterator[Metric]:
-        started = {name: engine for name, engine in self._engines.items() if engine.state != "starting"}
-        gauges = {
-            "tfexport_requests_running": ("Requests that are decoded.", "num_running"),
-            "tfexport_requests_waiting": ("Requests that have not joined a batch.", "num_waiting"),
-            "tfexport_slots": ("Rows that are decoded at once, at most.", "slots"),
-            "tfexport_slots_used": ("Rows that are decoded.", "num_slots_used"),
-        }
-        for name, (what, attribute) in gauges.items():
-            gauge = GaugeMetricFamily(name, what, labels=("model",))
-            for model, engine in started.items():
-                gauge.add_metric((model,), getattr(engine, attribute))
-            yield gauge

@@ -49,7 +49,7 @@ class Timeouts:
                 async with asyncio.timeout(min(config.read_timeout_s, end - time.monotonic())):
                     message = await receive()
             except TimeoutError:
-                raise RequestError(408, "the body came too slowly", {"Connection": "close"}) from None
+                raise RequestError(408, "the body was sent too slowly", {"Connection": "close"}) from None
             is_whole = not message.get("more_body", False)
             return message
 
@@ -67,14 +67,13 @@ class Timeouts:
         except TimeoutError:
             if not is_late:
                 raise
-            logger.info("%s: the client does not read its answer", scope["path"])
+            logger.info("%s: the client does not read the response", scope["path"])
 
 
 class BearerTokens:
-    """Require one of the bearer tokens of a file."""
+    """Require one of the bearer tokens of a file, which has one per line."""
 
     def __init__(self, app: ASGIApp, path: Path) -> None:
-        """Read the tokens from a file with one token per line."""
         self._app, self._path = app, path
         self.reload()
 
@@ -88,18 +87,15 @@ class BearerTokens:
         if scope["type"] != "http" or path in OPEN_PATHS or self._is_known(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        refusal = JSONResponse(
-            {"error": "a token is missing or wrong; send Authorization: Bearer TOKEN"},
-            401,
-            {"WWW-Authenticate": "Bearer", "Connection": "close"},
-        )
-        await refusal(scope, receive, send)
+        message = "the bearer token is missing or unknown; send Authorization: Bearer TOKEN"
+        headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+        await JSONResponse({"error": message}, 401, headers)(scope, receive, send)
 
     def _is_known(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
         # A list, so that the time does not depend on which token matches.
-        found = [hmac.compare_digest(given.strip().encode(), token) for token in self._tokens]
-        return scheme.lower() == "bearer" and any(found)
+        matches = [hmac.compare_digest(sent.strip().encode(), token) for token in self._tokens]
+        return scheme.lower() == "bearer" and any(matches)
 
 
 def _read(path: Path) -> list[bytes]:
@@ -107,15 +103,13 @@ def _read(path: Path) -> list[bytes]:
         lines = path.read_text(encoding="ascii").split()
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not plain text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"token file {path}: cannot be read: {reason}") from error
     wrong = [number for number, line in enumerate(lines, 1) if not _TOKEN.fullmatch(line)]
     if wrong or not lines:
-        what = f"token {wrong[0]} is not one" if wrong else "there is no token"
-        raise ConfigError(
-            f"token file {path}: {what}, expected {MIN_CHARACTERS} or more of letters, digits and -._~+/ on each line; "
-            "make one with openssl rand -hex 32"
-        )
+        problem = f"token {wrong[0]} is not valid" if wrong else "it has no token"
+        expected = f"{MIN_CHARACTERS} or more letters, digits and -._~+/ on each line"
+        raise ConfigError(f"token file {path}: {problem}, expected {expected}; make one with openssl rand -hex 32")
     if stat.S_IMODE(mode) & 0o077:
         logger.warning("token file %s can be read by others (mode %o); chmod 600 %s", path, stat.S_IMODE(mode), path)
     return [line.encode() for line in lines]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Literal
 
 logger = logging.getLogger(__name__)
-
 # "not_ready": the bundle was still loading. "slow_reader": the client did not read its stream.
 Outcome = Literal[
     "ok", "invalid", "not_ready", "queue_full", "draining", "deadline", "cancelled", "slow_reader", "error"
@@ -16,10 +15,7 @@ Outcome = Literal[
 
 
 class Observer:
-    """Ignore all events; subclasses count them.
-
-    The methods are called from several threads.
-    """
+    """Ignore all events; subclasses count them. Methods are called from several threads."""
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
         """Record that a request left the queue and joined a batch."""
@@ -49,10 +45,7 @@ class Observer:
 
 
 def guarded(observer: Observer) -> Observer:
-    """Return an observer that forwards events and logs exceptions.
-
-    A failing observer must not stop serving.
-    """
+    """Return an observer that forwards events and logs exceptions, so that serving continues."""
     safe = Observer()
     for name in ("joined", "encoded", "stepped", "began", "ended", "aligned"):
         setattr(safe, name, functools.partial(_logged, getattr(observer, name)))
@@ -63,4 +56,4 @@ def _logged(record: Callable[..., None], *values: object) -> None:
     try:
         record(*values)
     except Exception:
-        logger.exception("the observer has failed in %s", record)
+        logger.exception("the observer failed in %s", record)

@@ -32,13 +32,12 @@ logger = logging.getLogger(__name__)
 # With Python's default of 5 ms, the event loop and the engines' threads wait for each other longer than a step takes.
 SWITCH_INTERVAL_S = 0.0005
 BACKLOG = 2048
-# Idle connections are closed after this time.
 KEEP_ALIVE_S = 75
-# Time for clients to read the last answers.
+# Time for clients to read the last responses.
 GRACE_S = 2
 # By default, the kernel buffers megabytes per connection if the client does not read.
 SEND_BUFFER_BYTES = 128 * 1024
-# Source of the example request if the bundle has no recorded text, or no tokenizer.
+# Source of the example request if the bundle has no recorded text or no tokenizer.
 _SOME_TEXT, _SOME_IDS = "Hello", [1, 2, 3]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -64,9 +63,6 @@ class Server:
         """Configure the server; `run` loads the bundles.
 
         `report` receives status lines for the user. The other options are those of `tfexport.load`.
-
-        Raises:
-            ConfigError: the tokens, the certificate or its key cannot be read.
         """
         metrics = Metrics()
         self._engines = {
@@ -98,11 +94,7 @@ class Server:
         self._reloading: asyncio.Task[None] | None = None
 
     def run(self) -> bool:
-        """Serve until a signal; return whether every accepted request was answered.
-
-        Raises:
-            TfexportError: the address is not available, or a bundle cannot be served.
-        """
+        """Serve until a signal; return whether every accepted request was answered."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         with contextlib.closing(listen(self._config, self._service.config.max_send_s)) as listener:
             return asyncio.run(self._run(listener))
@@ -149,10 +141,10 @@ class Server:
         # Clients with open connections have to reconnect, and a load balancer then selects another server.
         settings.encoded_headers.append((b"connection", b"close"))
         if self._config.drain_delay_s:
-            logger.info("stopping: not ready any more, requests are taken for %g s", self._config.drain_delay_s)
+            logger.info("stopping: not ready, but requests are accepted for %g s", self._config.drain_delay_s)
             await asyncio.sleep(self._config.drain_delay_s)
-        under_way = sum(engine.num_running + engine.num_waiting for engine in self._engines.values())
-        logger.info("draining: %d requests to finish within %g s", under_way, timeout_s)
+        num_open = sum(engine.num_running + engine.num_waiting for engine in self._engines.values())
+        logger.info("draining: %d requests to finish within %g s", num_open, timeout_s)
         end = time.monotonic() + timeout_s
         is_done = all(await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines.values())))
         settings.timeout_graceful_shutdown = GRACE_S + max(0, round(end - time.monotonic()))
@@ -161,21 +153,21 @@ class Server:
         if is_done:
             logger.info("drained: all requests are answered")
         else:
-            logger.error("not all requests were answered within %g s; --shutdown-timeout gives them more", timeout_s)
+            logger.error("not all requests were answered within %g s; raise --shutdown-timeout", timeout_s)
         return is_done
 
     async def _reload(self) -> None:
         for name, engine in self._engines.items():
             start = time.monotonic()
-            with _old_one_goes_on(f"model {name}"):
+            with _logged_errors(f"model {name}"):
                 await engine.replace()
                 logger.info("model %s: reloaded in %.1f s", name, time.monotonic() - start)
         if self._tokens:
-            with _old_one_goes_on("tokens"):
+            with _logged_errors("tokens"):
                 self._tokens.reload()
         context, config = self._uvicorn.config.ssl, self._config
         if context and config.tls_cert:
-            with _old_one_goes_on("certificate"), self._tls_errors():
+            with _logged_errors("certificate"), self._tls_errors():
                 context.load_cert_chain(config.tls_cert, config.tls_key)
 
     @contextlib.contextmanager
@@ -185,11 +177,13 @@ class Server:
         except OSError as error:  # ssl.SSLError is one
             reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
             files = " and ".join(str(path) for path in (self._config.tls_cert, self._config.tls_key) if path)
-            raise ConfigError(f"{files}: no TLS with them: {reason}; give certificate and key in PEM") from error
+            raise ConfigError(
+                f"TLS: {files} cannot be used: {reason}; pass PEM files of a certificate and its key"
+            ) from error
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        # Unlike handlers of the event loop, these also run while the loop is busy, as a second signal must.
+        # Unlike the event loop's handlers, these also run while the loop is busy.
         handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_reload}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -211,13 +205,13 @@ class Server:
 
     def _begin_reload(self) -> None:
         if self._loading or self._is_stopping or (self._reloading and not self._reloading.done()):
-            logger.warning("SIGHUP: nothing is reloaded while bundles are loaded or the server stops; send it later")
+            logger.warning("SIGHUP: ignored while bundles are loading or the server is stopping; send it later")
         else:
             self._reloading = asyncio.create_task(self._reload())
 
 
 def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> socket.socket:
-    """Bind the address; clients can connect, and wait until the server runs."""
+    """Bind the address; clients that connect wait until the server runs."""
     try:
         family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -225,9 +219,8 @@ def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> s
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise ConfigError(
-            f"host {config.host}, port {config.port}: {reason}; choose others with --host and --port"
-        ) from error
+        subject = f"host {config.host}, port {config.port}"
+        raise ConfigError(f"{subject}: {reason}; choose others with --host and --port") from error
     # Connections inherit these options. asyncio does not set TCP_NODELAY on sockets without an explicit protocol, and
     # then the body of a response waits 40 ms after its head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -243,11 +236,11 @@ def _url_of(listener: socket.socket, config: ServerConfig) -> str:
 
 
 @contextlib.contextmanager
-def _old_one_goes_on(what: str) -> Iterator[None]:
+def _logged_errors(subject: str) -> Iterator[None]:
     try:
         yield
     except TfexportError as error:
-        logger.error("%s: not reloaded, the old one goes on: %s", what, error)
+        logger.error("%s: not reloaded, the old one stays in use: %s", subject, error)
 
 
 def _leave(code: int, line: str = "") -> NoReturn:
@@ -263,41 +256,40 @@ def _leave(code: int, line: str = "") -> NoReturn:
 
 
 def _threads_warning(engines: Collection[Engine]) -> str | None:
-    cores, taken = available_cores(), sum(one.model.threads.decoder for one in engines if one.model.threads)
-    if taken <= cores:
+    cores = available_cores()
+    num_threads = sum(engine.model.threads.decoder for engine in engines if engine.model.threads)
+    if num_threads <= cores:
         return None
-    models = "the model takes" if len(engines) == 1 else f"{len(engines)} models take"
+    models = "the model uses" if len(engines) == 1 else f"{len(engines)} models use"
     best = max(1, cores // len(engines))
-    return f"{models} {taken} threads on {cores} cores and will be slow under load; set --threads {best}"
+    return f"{models} {num_threads} threads on {cores} cores, which is slow under load; set --threads {best}"
 
 
 def _model_line(name: str, engine: Engine) -> str:
     spec, session, threads = engine.model.spec, engine.model.session, engine.model.threads
-    taken = f", {threads.decoder} thread{'s' * (threads.decoder > 1)}" if threads else ""
+    used = f", {threads.decoder} thread{'s' * (threads.decoder > 1)}" if threads else ""
     return (
-        f"{name}: {spec.layers} decoder layers of {spec.d_model}, {session.accuracy} on {session.backend}"
-        f"{taken}, {engine.slots} slots; "
-        f"sources to {spec.max_source_length} tokens, targets to {spec.max_target_length}"
+        f"{name}: {spec.layers} decoder layers of {spec.d_model}, {session.accuracy} on {session.backend}{used}, "
+        f"{engine.slots} slots; up to {spec.max_source_length} source and {spec.max_target_length} target tokens"
     )
 
 
 def _network_warning(config: ServerConfig) -> str | None:
-    options = (("--token-file", config.token_file), ("--tls-cert", config.tls_cert))
-    missing = [option for option, value in options if value is None]
+    options = {"--token-file": config.token_file, "--tls-cert": config.tls_cert}
+    missing = " and ".join(option for option, value in options.items() if value is None)
     if config.host in _LOOPBACK or not missing:
         return None
-    return f"host {config.host} lets other machines ask; where their network is not yours, set {' and '.join(missing)}"
+    return f"host {config.host} accepts requests from other machines; set {missing} unless you trust the network"
 
 
 def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
     name, engine = next(iter(engines.items()))
     tokenizer = engine.model.tokenizer
     if tokenizer is None:
-        asked: dict[str, object] = {"input_ids": _SOME_IDS}
+        body: dict[str, object] = {"input_ids": _SOME_IDS}
     else:
-        asked = {"text_input": tokenizer.text.samples[0].text if tokenizer.text.samples else _SOME_TEXT}
-    words = ["curl", f"{url}/v2/models/{name}/generate", "-H", "Content-Type: application/json"]
-    token = ""
+        body = {"text_input": tokenizer.text.samples[0].text if tokenizer.text.samples else _SOME_TEXT}
+    command = shlex.join(["curl", f"{url}/v2/models/{name}/generate", "-H", "Content-Type: application/json"])
     if config.token_file:
-        token = f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(config.token_file))})"'
-    return printable(f"  {shlex.join(words)}{token} -d {shlex.quote(json.dumps(asked, ensure_ascii=False))}")
+        command += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(config.token_file))})"'
+    return printable(f"  {command} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}")

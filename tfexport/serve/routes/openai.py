@@ -1,7 +1,4 @@
-"""Serve `/v1/completions`, as in the OpenAI API; the prompt is the source.
-
-It exists for load generators of language models.
-"""
+"""Serve `/v1/completions` of the OpenAI API, for load generators of language models."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from tfexport.decode.result import FinishReason
 from tfexport.model.result import Result
 from tfexport.serve._schemas import Completion
-from tfexport.serve.http import EventStream, RequestError, answered, event, service_of
+from tfexport.serve.http import EventStream, RequestError, answers_of, event, service_of
 from tfexport.serve.inference import DECODING, Asked, arguments, submit, submit_all
 
 # Names of decoding options in the APIs of OpenAI and vLLM.
@@ -27,29 +24,30 @@ _NAMES = {
     "n": "num_return_sequences",
     "stop": "stop_strings",
 }
-_KEPT = DECODING | {"prefix", "priority", "timeout_ms", "timeout"}
+_SAME = DECODING | {"prefix", "priority", "timeout_ms", "timeout"}
 _REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "time": "length"}
 
 
 async def completions(request: Request, data: Completion) -> Response:
     """Complete prompts, as one response or as server-sent events."""
     service = service_of(request)
-    name = service.chosen(data.model)
+    name = service.model_name(data.model)
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": name}
     prompts = [data.prompt] if isinstance(data.prompt, str) else data.prompt
-    with service.counted(name):
+    with service.count_refusals(name):
         service.check_number("prompts", len(prompts))
-        given = arguments(_decoding(data), service.config.max_timeout_s)
+        options = arguments(_decoding(data), service.config.max_timeout_s)
         if data.stream and len(prompts) > 1:
-            raise RequestError(400, f"a stream takes one prompt, {len(prompts)} are given; ask for each alone")
-    engine = service.started(name)
+            raise RequestError(400, f"the request has {len(prompts)} prompts, expected one in a stream")
+    engine = service.loaded_engine(name)
     if data.stream:
-        one = submit(engine, prompts[0], given, stream=True)
-        return EventStream(one, _events(head, one, bool(data.stream_options and data.stream_options.include_usage)))
-    asked = submit_all(engine, prompts, [given] * len(prompts))
-    answers = [answer for each in await answered(request, asked) for answer in each]
+        generation = submit(engine, prompts[0], options, stream=True)
+        has_usage = bool(data.stream_options and data.stream_options.include_usage)
+        return EventStream(generation, _events(head, generation, has_usage))
+    generations = submit_all(engine, prompts, [options] * len(prompts))
+    answers = [answer for each in await answers_of(request, generations) for answer in each]
     choices = [_choice(index, answer.text, answer.finish_reason) for index, answer in enumerate(answers)]
-    return JSONResponse(head | {"choices": choices, "usage": _usage(asked, answers)})
+    return JSONResponse(head | {"choices": choices, "usage": _usage(generations, answers)})
 
 
 async def models(request: Request) -> Response:
@@ -60,8 +58,8 @@ async def models(request: Request) -> Response:
 
 
 def _decoding(data: Completion) -> dict[str, Any]:
-    given = {name: value for name, value in data.given().items() if value is not None}
-    options = {name: value for name, value in given.items() if name in _KEPT}
+    given = data.model_dump(exclude_unset=True, exclude_none=True)
+    options = {name: value for name, value in given.items() if name in _SAME}
     options |= {ours: given[theirs] for theirs, ours in _NAMES.items() if given.get(theirs) not in (None, "", [])}
     if given.get("ignore_eos") and "max_new_tokens" in options:
         options["min_new_tokens"] = options["max_new_tokens"]
@@ -70,23 +68,23 @@ def _decoding(data: Completion) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("temperature", "top_k", "top_p")}
 
 
-async def _events(head: dict[str, Any], asked: Asked, has_usage: bool) -> AsyncGenerator[bytes]:
-    async for piece in asked:
+async def _events(head: dict[str, Any], generation: Asked, has_usage: bool) -> AsyncGenerator[bytes]:
+    async for piece in generation:
         yield event(head | {"choices": [_choice(0, str(piece), None)]})
-    answers = [answer for answer in await asked if isinstance(answer, Result)]
+    answers = [answer for answer in await generation if isinstance(answer, Result)]
     yield event(head | {"choices": [_choice(0, "", answers[0].finish_reason)]})
     if has_usage:
-        yield event(head | {"choices": [], "usage": _usage([asked], answers)})
+        yield event(head | {"choices": [], "usage": _usage([generation], answers)})
     yield b"data: [DONE]\n\n"
 
 
-def _choice(index: int, said: str, reason: FinishReason | None) -> dict[str, Any]:
-    return {"index": index, "text": said, "logprobs": None, "finish_reason": reason and _REASONS[reason]}
+def _choice(index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason and _REASONS[reason]}
 
 
-def _usage(asked: Sequence[Asked], answers: Sequence[Result]) -> dict[str, int]:
-    prompts, answered = sum(one.source_length for one in asked), sum(len(one.token_ids) for one in answers)
-    return {"prompt_tokens": prompts, "completion_tokens": answered, "total_tokens": prompts + answered}
+def _usage(generations: Sequence[Asked], answers: Sequence[Result]) -> dict[str, int]:
+    read, written = sum(one.source_length for one in generations), sum(len(one.token_ids) for one in answers)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def add_routes(app: FastAPI) -> None:

@@ -10,32 +10,32 @@ from starlette.responses import JSONResponse, Response
 
 from tfexport.errors import shortened
 from tfexport.serve._schemas import TranslateRequest
-from tfexport.serve.http import RequestError, Service, answered, service_of
+from tfexport.serve.http import RequestError, Service, answers_of, service_of
 from tfexport.serve.inference import arguments, submit_all
 
 
 async def translate(request: Request, data: TranslateRequest) -> Response:
     """Translate one or more texts, with alternatives."""
     service, is_one = service_of(request), isinstance(data.q, str)
-    name, texts = _model(service, data), [data.q] if isinstance(data.q, str) else data.q
-    with service.counted(name):
+    name, texts = _model_name(service, data), [data.q] if isinstance(data.q, str) else data.q
+    with service.count_refusals(name):
         service.check_number("texts", len(texts))
-        several = {"num_beams": data.alternatives + 1, "num_return_sequences": data.alternatives + 1}
-        given = arguments(several if data.alternatives else {}, service.config.max_timeout_s)
-    asked = submit_all(service.started(name), texts, [given] * len(texts))
-    found = [[answer.text for answer in each] for each in await answered(request, asked)]
-    best, others = [one[0] for one in found], [one[1:] for one in found]
-    answer: dict[str, Any] = {"translatedText": best[0] if is_one else best}
+        beams = {"num_beams": data.alternatives + 1, "num_return_sequences": data.alternatives + 1}
+        options = arguments(beams if data.alternatives else {}, service.config.max_timeout_s)
+    generations = submit_all(service.loaded_engine(name), texts, [options] * len(texts))
+    answers = [[answer.text for answer in each] for each in await answers_of(request, generations)]
+    best, others = [each[0] for each in answers], [each[1:] for each in answers]
+    body: dict[str, Any] = {"translatedText": best[0] if is_one else best}
     if data.alternatives:
-        answer["alternatives"] = others[0] if is_one else others
-    return JSONResponse(answer)
+        body["alternatives"] = others[0] if is_one else others
+    return JSONResponse(body)
 
 
-def _model(service: Service, data: TranslateRequest) -> str:
+def _model_name(service: Service, data: TranslateRequest) -> str:
     name = f"{data.source}-{data.target}"
     if name in service.engines or len(service.engines) == 1:
         return name if name in service.engines else next(iter(service.engines))
-    raise RequestError(400, f"there is no model {shortened(name)}; /v2 lists the models")
+    raise RequestError(400, f"model {shortened(name)} does not exist; /v2 lists the models")
 
 
 def add_routes(app: FastAPI) -> None:

@@ -29,9 +29,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_FILES = {
-    found.name: found.read_bytes() for found in files("tfexport.serve").joinpath("page").iterdir() if found.is_file()
-}
+_FILES = {file.name: file.read_bytes() for file in files("tfexport.serve").joinpath("page").iterdir() if file.is_file()}
 # Browsers request these without a token.
 PATHS = frozenset({"/" if name == _INDEX else f"/page/{name}" for name in _FILES})
 # Number of recorded texts on the page, and their maximum length in characters.
@@ -42,42 +40,34 @@ MAX_EXAMPLE = 120
 async def static(request: Request) -> Response:
     """Return a file of the page."""
     name = request.url.path.rpartition("/")[2] or _INDEX
-    kind = _TYPES[name.rpartition(".")[2]]
-    return Response(_FILES[name], headers={**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"})
+    media_type = _TYPES[name.rpartition(".")[2]]
+    return Response(_FILES[name], headers={**_HEADERS, "Content-Type": f"{media_type}; charset=utf-8"})
 
 
 async def models(request: Request) -> Response:
     """Return the facts about each model that the page shows."""
     service = service_of(request)
-    described = [
-        {"name": name, "is_ready": engine.is_ready, **_described(engine)} for name, engine in service.engines.items()
-    ]
-    return JSONResponse({"is_leaving": service.is_leaving, "models": described})
+    models = [{"name": name, "is_ready": engine.is_ready, **_about(engine)} for name, engine in service.engines.items()]
+    return JSONResponse({"is_leaving": service.is_leaving, "models": models})
 
 
 async def tokens(request: Request, name: str, data: TokensRequest) -> Response:
     """Return the tokens of a source and its answer."""
-    engine = service_of(request).started(name)
-    tokenizer, source = engine.model.tokenizer, data.source
+    model = service_of(request).loaded_engine(name).model
+    tokenizer, source, target_ids = model.tokenizer, data.source, data.target_ids
     if tokenizer is None:
-        raise RequestError(404, "this bundle has no tokenizer, so that its tokens have no text")
+        raise RequestError(404, "this bundle has no tokenizer, so its tokens have no text")
     source_ids = tokenizer.encode([source])[0] if isinstance(source, str) else source
-    spec = engine.model.spec
-    for side, given, vocab in (("source", source_ids, spec.source_vocab), ("target", data.target_ids, spec.vocab)):
-        if wrong := [token for token in given if not 0 <= token < vocab]:
-            raise RequestError(400, f"{side} has the token {wrong[0]}, expected 0 to {vocab - 1}")
-    source_tokens, target_tokens = tokenizer.tokens(source_ids, data.target_ids)
-    return JSONResponse(
-        {
-            "source_ids": source_ids,
-            "target_ids": data.target_ids,
-            "source_tokens": source_tokens,
-            "target_tokens": target_tokens,
-        }
-    )
+    sides = (("source", source_ids, model.spec.source_vocab), ("target", target_ids, model.spec.vocab))
+    for side, token_ids, vocab in sides:
+        if wrong := [token for token in token_ids if not 0 <= token < vocab]:
+            raise RequestError(400, f"{side} has {wrong[0]}, expected ids 0 to {vocab - 1}")
+    source_tokens, target_tokens = tokenizer.tokens(source_ids, target_ids)
+    ids = {"source_ids": source_ids, "target_ids": target_ids}
+    return JSONResponse(ids | {"source_tokens": source_tokens, "target_tokens": target_tokens})
 
 
-def _described(engine: Engine) -> dict[str, Any]:
+def _about(engine: Engine) -> dict[str, Any]:
     if engine.state == "starting":
         return {"state": engine.state}
     model = engine.model
@@ -99,19 +89,18 @@ def _facts(engine: Engine, model: Model) -> dict[str, str]:
         "Model": f"{spec.layers} decoder layers, width {spec.d_model}, {spec.heads} heads",
         "Weights": f"{weights / 1e6:,.1f} MB, {session.accuracy}",
         "Vocabulary": f"{spec.vocab:,}",
-        "Longest source": f"{spec.max_source_length:,} tokens",
-        "Longest answer": f"{spec.max_target_length:,} tokens",
-        "Runs on": _BACKENDS[session.backend],
+        "Maximum source": f"{spec.max_source_length:,} tokens",
+        "Maximum output": f"{spec.max_target_length:,} tokens",
+        "Runtime": _BACKENDS[session.backend],
     }
     if threads:
-        facts["Threads"] = f"{threads.encoder} to read, {threads.decoder} for a step"
-    return facts | {"Rows at once": str(engine.slots)}
+        facts["Threads"] = f"{threads.encoder} encoder, {threads.decoder} decoder"
+    return facts | {"Slots": str(engine.slots)}
 
 
 def _examples(tokenizer: Tokenizer) -> list[str]:
     texts = [one.text for one in tokenizer.text.samples if one.target_ids and len(one.text) <= MAX_EXAMPLE]
-    every = max(1, len(texts) // NUM_EXAMPLES)
-    return texts[::every][:NUM_EXAMPLES]
+    return texts[:: max(1, len(texts) // NUM_EXAMPLES)][:NUM_EXAMPLES]
 
 
 def add_routes(app: FastAPI) -> None:

@@ -22,17 +22,8 @@ from tfexport.errors import ConfigError
 from tfexport.model.model import Model
 from tfexport.model.result import Result
 from tfexport.serve import _schemas as schemas
-from tfexport.serve import inference
-from tfexport.serve.http import (
-    JSON_LENGTH,
-    VERSION,
-    EventStream,
-    RequestError,
-    answered,
-    event,
-    service_of,
-    unavailable,
-)
+from tfexport.serve import http, inference
+from tfexport.serve.http import VERSION, EventStream, RequestError, answers_of, event, service_of, unavailable
 from tfexport.serve.inference import OUTPUTS, Asked, Tensor, arguments, submit, submit_all
 from tfexport.serve.metrics import Metrics
 from tfexport.text.tokenizer import Tokenizer
@@ -43,7 +34,7 @@ from tfexport.text.tokenizer import Tokenizer
 async def live(request: Request) -> Response:
     """Return 200, or 503 if an engine has failed and the process must be restarted."""
     if not all(engine.is_alive for engine in service_of(request).engines.values()):
-        raise unavailable("an engine has failed, and the log says why; restart the process")
+        raise unavailable("an engine has failed; see the log, and restart the process")
     return JSONResponse({"live": True})
 
 
@@ -57,39 +48,32 @@ async def ready(request: Request) -> Response:
 
 async def server(request: Request) -> Response:
     """Return the server's name, version, extensions and models."""
-    return JSONResponse(
-        {
-            "name": "tfexport",
-            "version": version("tfexport"),
-            "extensions": ["binary_tensor_data", "generate", "statistics"],
-            "models": list(service_of(request).engines),
-        }
-    )
+    extensions, models = ["binary_tensor_data", "generate", "statistics"], list(service_of(request).engines)
+    about = {"name": "tfexport", "version": version("tfexport"), "extensions": extensions, "models": models}
+    return JSONResponse(about)
 
 
 async def model(request: Request, name: str) -> Response:
     """Return a model's inputs, outputs and limits; -1 is a variable dimension."""
-    served = service_of(request).started(name).model
-    inputs = {"text_input": ("BYTES", 1)} if served.tokenizer else {}
+    model = service_of(request).loaded_engine(name).model
+    inputs = {"text_input": ("BYTES", 1)} if model.tokenizer else {}
     inputs |= {"input_ids": ("INT64", 2), "input_lengths": ("INT64", 1)}
-    outputs = {name: kind for name, kind in OUTPUTS.items() if served.tokenizer or name != "text_output"}
+    outputs = {name: kind for name, kind in OUTPUTS.items() if model.tokenizer or name != "text_output"}
+    limits = ("max_source_length", "max_target_length")
     return JSONResponse(
         {
             "name": name,
             "versions": [VERSION],
             "platform": "tfexport",
-            "inputs": _described(inputs),
-            "outputs": _described(outputs),
-            "parameters": {
-                "max_source_length": served.spec.max_source_length,
-                "max_target_length": served.spec.max_target_length,
-            },
+            "inputs": _tensors(inputs),
+            "outputs": _tensors(outputs),
+            "parameters": {limit: getattr(model.spec, limit) for limit in limits},
         }
     )
 
 
-def _described(tensors: dict[str, tuple[str, int]]) -> list[dict[str, Any]]:
-    return [{"name": name, "datatype": datatype, "shape": [-1] * rank} for name, (datatype, rank) in tensors.items()]
+def _tensors(kinds: dict[str, tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{"name": name, "datatype": datatype, "shape": [-1] * rank} for name, (datatype, rank) in kinds.items()]
 
 
 async def model_ready(request: Request, name: str) -> Response:
@@ -105,9 +89,10 @@ async def model_ready(request: Request, name: str) -> Response:
 
 async def generate(request: Request, name: str, data: schemas.GenerateRequest) -> Response:
     """Generate from a text or from token ids."""
-    head, asked = _submit(request, name, data, stream=False)
-    (answers,) = await answered(request, [asked])
-    return JSONResponse(head | _generated(answers, is_one=asked.request.config.num_return_sequences == 1))
+    generation = _submit(request, name, data, stream=False)
+    (answers,) = await answers_of(request, [generation])
+    is_one = generation.request.config.num_return_sequences == 1
+    return JSONResponse(_head(name, data.id) | _generated(answers, is_one=is_one))
 
 
 async def generate_stream(request: Request, name: str, data: schemas.GenerateRequest) -> Response:
@@ -115,17 +100,14 @@ async def generate_stream(request: Request, name: str, data: schemas.GenerateReq
 
     Pieces of text are sent as they are generated. The last event is the answer of `generate`, without the text.
     """
-    head, asked = _submit(request, name, data, stream=True)
-    return EventStream(asked, _events(head, asked))
+    generation = _submit(request, name, data, stream=True)
+    return EventStream(generation, _events(_head(name, data.id), generation))
 
 
-def _submit(
-    request: Request, name: str, data: schemas.GenerateRequest, *, stream: bool
-) -> tuple[dict[str, Any], Asked]:
+def _submit(request: Request, name: str, data: schemas.GenerateRequest, *, stream: bool) -> Asked:
     service = service_of(request)
-    given = arguments(data.parameters.given(), service.config.max_timeout_s)  # type: ignore[attr-defined]
-    asked = submit(service.started(name), data.source, given, stream=stream)
-    return _head(name, data.id), asked
+    options = arguments(data.parameters.model_dump(exclude_unset=True), service.config.max_timeout_s)  # type: ignore[attr-defined]
+    return submit(service.loaded_engine(name), data.source, options, stream=stream)
 
 
 def _head(name: str, request_id: str | None) -> dict[str, Any]:
@@ -133,10 +115,10 @@ def _head(name: str, request_id: str | None) -> dict[str, Any]:
     return {**head, "model_name": name, "model_version": VERSION}
 
 
-async def _events(head: dict[str, Any], asked: Asked) -> AsyncGenerator[bytes]:
-    async for piece in asked:
+async def _events(head: dict[str, Any], generation: Asked) -> AsyncGenerator[bytes]:
+    async for piece in generation:
         yield event(head | ({"text_output": piece} if isinstance(piece, str) else {"output_ids": [piece]}))
-    last = _generated(await asked, is_one=True)
+    last = _generated(await generation, is_one=True)
     yield event(head | (last | {"text_output": ""} if "text_output" in last else last))
 
 
@@ -151,26 +133,26 @@ def _generated(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[
 
 async def infer(request: Request, name: str, data: schemas.InferRequest) -> Response:
     """Generate from texts or token ids in tensors."""
-    service, parameters = service_of(request), data.parameters.given()  # type: ignore[attr-defined]
+    service, parameters = service_of(request), data.parameters.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
     is_binary = parameters.pop("binary_data_output", False)
-    with service.counted(name):
-        sources, given = inference.asked_for(data.tensors, parameters, service.config)
-        there = [output for output in OUTPUTS if isinstance(sources[0], str) or output != "text_output"]
-        wanted = {
-            one.name: is_binary if one.parameters.binary_data is None else one.parameters.binary_data
-            for one in data.outputs
-        } or dict.fromkeys(there, is_binary)
-        if wrong := [output for output in wanted if output not in there]:
-            raise RequestError(400, f"output {wrong[0]!r} does not exist here, expected {', '.join(there)}")
-    engine = service.started(name)
-    asked = submit_all(engine, sources, given)
-    outputs = inference.outputs_of(await answered(request, asked), engine.model.spec.tokens.pad)
-    written = [_written(outputs[output], is_binary=as_bytes) for output, as_bytes in wanted.items()]
-    answer = _head(name, data.id) | {"outputs": [one for one, _ in written]}
-    if not any(wanted.values()):
-        return JSONResponse(answer)
-    raw = json.dumps(answer, ensure_ascii=False, allow_nan=False).encode()
-    headers = {JSON_LENGTH: str(len(raw)), "Content-Type": schemas.BYTES}
+    with service.count_refusals(name):
+        sources, options = inference.asked_for(data.tensors, parameters, service.config)
+        existing = [output for output in OUTPUTS if isinstance(sources[0], str) or output != "text_output"]
+        requested = {
+            output.name: is_binary if output.parameters.binary_data is None else output.parameters.binary_data
+            for output in data.outputs
+        } or dict.fromkeys(existing, is_binary)
+        if wrong := [output for output in requested if output not in existing]:
+            raise RequestError(400, f"output {wrong[0]!r} does not exist, expected {', '.join(existing)}")
+    engine = service.loaded_engine(name)
+    answers = await answers_of(request, submit_all(engine, sources, options))
+    outputs = inference.outputs_of(answers, engine.model.spec.tokens.pad)
+    written = [_written(outputs[output], is_binary=as_bytes) for output, as_bytes in requested.items()]
+    body = _head(name, data.id) | {"outputs": [head for head, _ in written]}
+    if not any(requested.values()):
+        return JSONResponse(body)
+    raw = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    headers = {http.JSON_LENGTH: str(len(raw)), "Content-Type": schemas.BYTES}
     return Response(raw + b"".join(binary for _, binary in written), headers=headers)
 
 
@@ -192,52 +174,43 @@ def _written(tensor: Tensor, *, is_binary: bool) -> tuple[dict[str, Any], bytes]
 async def align(request: Request, name: str, data: schemas.AlignRequest) -> Response:
     """Return the alignment of a source and a target; 404 if the bundle has none."""
     service = service_of(request)
-    engine = service.started(name)
+    engine = service.loaded_engine(name)
     try:
         need_alignment(engine.model.session)
     except ConfigError as error:
-        with service.counted(name):
+        with service.count_refusals(name):
             raise RequestError(404, str(error)) from error
-    found = await engine.align(data.source, data.target, timeout_s=service.config.max_timeout_s)
+    alignment = await engine.align(data.source, data.target, timeout_s=service.config.max_timeout_s)
     # Encoding many weights as JSON would block the event loop.
-    return Response(await asyncio.to_thread(_aligned, found, name), media_type="application/json")
+    return Response(await asyncio.to_thread(_encoded, alignment, name), media_type="application/json")
 
 
-def _aligned(found: Alignment, name: str) -> bytes:
-    answer = {
-        "model_name": name,
-        "model_version": VERSION,
-        "source_ids": found.source_ids,
-        "target_ids": found.target_ids,
-        "source_tokens": found.source_tokens,
-        "target_tokens": found.target_tokens,
-        "source_positions": found.source_positions,
-        "weights": found.weights.tolist(),
-    }
-    return json.dumps(answer, ensure_ascii=False).encode()
+def _encoded(alignment: Alignment, name: str) -> bytes:
+    body = _head(name, None) | vars(alignment) | {"weights": alignment.weights.tolist()}
+    return json.dumps(body, ensure_ascii=False).encode()
 
 
 async def tokenize(request: Request, data: schemas.TokenizeRequest) -> Response:
     """Return the token ids of a source text, including special tokens."""
-    served, tokenizer = _tokenizing(request, data.model)
+    model, tokenizer = _model_of(request, data.model)
     (tokens,) = tokenizer.encode([data.prompt])
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": served.spec.max_source_length})
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.spec.max_source_length})
 
 
 async def detokenize(request: Request, data: schemas.DetokenizeRequest) -> Response:
     """Return the text of target token ids."""
-    served, tokenizer = _tokenizing(request, data.model)
-    if wrong := [token for token in data.tokens if not 0 <= token < served.spec.vocab]:
-        raise RequestError(400, f"tokens has {wrong[0]}, expected ids 0 to {served.spec.vocab - 1}")
+    model, tokenizer = _model_of(request, data.model)
+    if wrong := [token for token in data.tokens if not 0 <= token < model.spec.vocab]:
+        raise RequestError(400, f"tokens has {wrong[0]}, expected ids 0 to {model.spec.vocab - 1}")
     return JSONResponse({"prompt": tokenizer.decode(data.tokens)})
 
 
-def _tokenizing(request: Request, name: str | None) -> tuple[Model, Tokenizer]:
+def _model_of(request: Request, name: str | None) -> tuple[Model, Tokenizer]:
     service = service_of(request)
-    served = service.started(service.chosen(name)).model
-    if served.tokenizer is None:
+    model = service.loaded_engine(service.model_name(name)).model
+    if model.tokenizer is None:
         raise RequestError(400, "this bundle has no tokenizer")
-    return served, served.tokenizer
+    return model, model.tokenizer
 
 
 # ---- metrics
@@ -256,14 +229,14 @@ async def statistics(request: Request, name: str) -> Response:
 
 async def all_statistics(request: Request) -> Response:
     """Return the statistics of all models, as in Triton."""
-    found = [_statistics(_metrics(request), name) for name in service_of(request).engines]
-    return JSONResponse({"model_stats": found})
+    models = [_statistics(_metrics(request), name) for name in service_of(request).engines]
+    return JSONResponse({"model_stats": models})
 
 
 def _metrics(request: Request) -> Metrics:
-    found = service_of(request).metrics
-    assert found, "without metrics there are no such routes"
-    return found
+    metrics = service_of(request).metrics
+    assert metrics, "these routes exist only with metrics"
+    return metrics
 
 
 def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
@@ -271,14 +244,11 @@ def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
         return int(metrics.total(f"tfexport_{metric}", name))
 
     def timed(*names: str) -> dict[str, int]:
-        seconds = sum(metrics.total(f"tfexport_{one}_seconds_sum", name) for one in names)
-        return {"count": sum(count(f"{one}_seconds_count") for one in names), "ns": int(seconds * 1e9)}
+        seconds = sum(metrics.total(f"tfexport_{metric}_seconds_sum", name) for metric in names)
+        return {"count": sum(count(f"{metric}_seconds_count") for metric in names), "ns": int(seconds * 1e9)}
 
-    success = timed("request", "align")
-    failed = {
-        "count": count("requests_total") - success["count"],
-        "ns": int(metrics.observer(name).failed_s * 1e9),
-    }
+    success, failed_s = timed("request", "align"), metrics.observer(name).failed_s
+    failed = {"count": count("requests_total") - success["count"], "ns": int(failed_s * 1e9)}
     return {
         "name": name,
         "version": VERSION,
@@ -305,18 +275,17 @@ def add_routes(app: FastAPI, *, has_statistics: bool, has_metrics: bool) -> None
     if has_metrics:
         app.add_api_route("/metrics", metrics)
     app.add_api_route("/v2", server)
-    for prefix in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-        is_shown = "version" not in prefix
+    posts: dict[Any, Any] = {
+        infer: schemas.Inferred,
+        generate: schemas.Generated,
+        generate_stream: None,
+        align: schemas.Aligned,
+    }
+    for prefix, is_shown in (("/v2/models/{name}", True), ("/v2/models/{name}/versions/{version}", False)):
         app.add_api_route(prefix, model, include_in_schema=is_shown)
         app.add_api_route(f"{prefix}/ready", model_ready, include_in_schema=is_shown)
         if has_statistics:
             app.add_api_route(f"{prefix}/stats", statistics, include_in_schema=is_shown)
-        posts: dict[Any, Any] = {
-            infer: schemas.Inferred,
-            generate: schemas.Generated,
-            generate_stream: None,
-            align: schemas.Aligned,
-        }
         for endpoint, answer in posts.items():
             path = f"{prefix}/{endpoint.__name__}"
             app.add_api_route(path, endpoint, methods=["POST"], response_model=answer, include_in_schema=is_shown)
