@@ -1,7 +1,4 @@
-"""Generate load and record times.
-
-A closed loop makes one decoder call after another; an open loop sends requests on a schedule.
-"""
+"""Record times of decoder calls, one after another, or of requests on a schedule."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ import statistics
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -23,7 +20,7 @@ from tfexport.decode.offline import decode
 from tfexport.errors import EngineFailed, InputError, ServingError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
-from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Mask, MultiStep, Prompts, Session
+from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, Prompts, Session
 
 T = TypeVar("T")
 Source: TypeAlias = str | Sequence[int]
@@ -41,8 +38,8 @@ GRACE_S = 10
 def clock(call: Callable[[], T]) -> tuple[float, T]:
     """Return the seconds of a call and its result."""
     began = time.perf_counter()
-    found = call()
-    return time.perf_counter() - began, found
+    result = call()
+    return time.perf_counter() - began, result
 
 
 @dataclass(frozen=True)
@@ -66,37 +63,25 @@ def _doubles() -> array[float]:
 
 @dataclass
 class Samples:
-    """Measurements of one cell in one process; arrays have an entry per request.
+    """Measurements of one cell in one process; times are in seconds."""
 
-    Attributes:
-        first_token_s: time from the call, or from the scheduled arrival, to the first token.
-        latency_s: time from the call, or from the scheduled arrival, to the end.
-        per_token_s: mean time per token after the first.
-        encode_s, step_s: time of each encoder call and of each step.
-        queue_s: in the server scenario, time from submission until the request joined a batch.
-        windows: tokens per second of each window, or median latency in the server scenario; used for stability.
-        busy_s: time inside calls, or of the whole run in the server scenario.
-        slot_occupancy: mean share of slots that a step uses; None if unknown.
-        unserved: number of requests without an answer when the run was cancelled.
-    """
-
-    first_token_s: array[float] = field(default_factory=_doubles)
+    first_token_s: array[float] = field(default_factory=_doubles)  # from the call or the scheduled arrival
     latency_s: array[float] = field(default_factory=_doubles)
-    per_token_s: array[float] = field(default_factory=_doubles)
-    encode_s: array[float] = field(default_factory=_doubles)
-    step_s: array[float] = field(default_factory=_doubles)
-    queue_s: array[float] = field(default_factory=_doubles)
-    windows: array[float] = field(default_factory=_doubles)
+    per_token_s: array[float] = field(default_factory=_doubles)  # mean time per token after the first
+    encode_s: array[float] = field(default_factory=_doubles)  # of each encoder call
+    step_s: array[float] = field(default_factory=_doubles)  # of each step
+    queue_s: array[float] = field(default_factory=_doubles)  # in the server scenario, until a request joined a batch
+    windows: array[float] = field(default_factory=_doubles)  # tokens per second, or median latency of a server
     elapsed_s: float = 0.0
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # inside calls, or of the whole run in the server scenario
     stepping_s: float = 0.0
     reordering_s: float = 0.0
     sequences: int = 0
     source_tokens: int = 0
     tokens: int = 0
-    slot_occupancy: float | None = None
+    slot_occupancy: float | None = None  # mean share of slots that a step uses
     refused: int = 0
-    unserved: int = 0
+    unserved: int = 0  # requests without an answer when the run was cancelled
 
     def add(self, call: Call) -> None:
         """Record a call as one request."""
@@ -116,53 +101,33 @@ class Samples:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value.tolist() if isinstance(value, array) else value for name, value in values.items()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Restore samples from `to_dict`."""
-        values: dict[str, Any] = {
-            name: array("d", value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return cls(**values)
+        return {name: list(value) if isinstance(value, array) else value for name, value in vars(self).items()}
 
 
 # ---- the closed loop
 
 
 class TimedSession:
-    """Record the seconds of every call of a session since `restart`.
-
-    Attributes:
-        encode_s: time to add sources, which includes encoding and prefill.
-        reorder_s: time to reorder and remove rows.
-        first_step_ended: when the first step ended; 0 before that.
-    """
+    """Record the seconds of every call of a session since `restart`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.spec, self.backend = session.spec, session.backend
-        self.accuracy, self.limits = session.accuracy, session.limits
         self.restart()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     def restart(self) -> None:
         """Reset all times."""
-        self.encode_s = self.reorder_s = self.first_step_ended = 0.0
+        self.encode_s = 0.0  # adding sources: encoding and prefill
+        self.reorder_s = 0.0  # reordering and removing rows
         self.step_s = array("d")
+        self.first_step_ended = 0.0
 
     def batch(self, width: int = 1) -> _TimedBatch:
         """Return an empty, timed batch."""
         batch = self._session.batch(width)
-        return _TimedMultiStep(self, batch, batch) if isinstance(batch, MultiStep) else _TimedBatch(self, batch)
-
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Call `Session.hidden_states` without recording its time."""
-        return self._session.hidden_states(source_ids, source_mask)
-
-    def close(self) -> None:
-        """Close the wrapped session."""
-        self._session.close()
+        return _TimedMultiStep(self, batch) if isinstance(batch, MultiStep) else _TimedBatch(self, batch)
 
 
 class _TimedBatch:
@@ -178,10 +143,10 @@ class _TimedBatch:
         self._times.encode_s += clock(lambda: self._batch.add(source_ids, source_mask, prompts))[0]
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        seconds, found = clock(lambda: self._batch.step(target_ids, num_candidates))
+        seconds, candidates = clock(lambda: self._batch.step(target_ids, num_candidates))
         self._times.step_s.append(seconds)
         self._times.first_step_ended = self._times.first_step_ended or time.perf_counter()
-        return found
+        return candidates
 
     def reorder(self, rows: Ids) -> None:
         self._times.reorder_s += clock(lambda: self._batch.reorder(rows))[0]
@@ -191,17 +156,13 @@ class _TimedBatch:
 
 
 class _TimedMultiStep(_TimedBatch):
-    def __init__(self, session: TimedSession, batch: Batch, stepper: MultiStep) -> None:
-        super().__init__(session, batch)
-        self._stepper = stepper
-
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
         first = self.step(target_ids, num_candidates)  # a single step, to record the time to the first token
         parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
         left = steps - 1
         while left and stop_ids.isdisjoint((best := parts[-1].token_ids[-1, :, 0]).tolist()):
-            began = time.perf_counter()
-            part = self._stepper.multi_step(best, num_candidates, min(left, STEPS_TOGETHER), stop_ids)
+            began, batch = time.perf_counter(), cast(MultiStep, self._batch)
+            part = batch.multi_step(best, num_candidates, min(left, STEPS_TOGETHER), stop_ids)
             taken = len(part.token_ids)
             self._times.step_s.extend([(time.perf_counter() - began) / taken] * taken)
             parts.append(part)
@@ -221,34 +182,28 @@ class Caller:
         session = self._session
         session.restart()
         began = time.perf_counter()
-        found = decode(session, sources, self._config, batch_size=len(sources))
+        outputs = decode(cast(Session, session), sources, self._config, batch_size=len(sources))
         return Call(
             began=began,
             first_token=session.first_step_ended,
             ended=time.perf_counter(),
             sequences=len(sources),
             source_tokens=sum(map(len, sources)),
-            tokens=sum(len(best[0].token_ids) for best in found),
+            tokens=sum(len(best.token_ids) for best, *_ in outputs),
             encode_s=session.encode_s,
             reorder_s=session.reorder_s,
             step_s=session.step_s,
         )
 
 
-MakeCall = Callable[[Sequence[Sequence[int]]], Call]
-
-
 def closed_loop(
-    call: MakeCall,
+    call: Callable[[Sequence[Sequence[int]]], Call],
     batches: Sequence[Sequence[Sequence[int]]],
     seconds: float,
     *,
     now: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Make one call after another, and record each as a request.
-
-    There are at least three windows of tokens per second. A window is a tenth of `seconds`, extended to whole calls.
-    """
+    """Make one call after another; a window is a tenth of `seconds` or a call."""
     samples, pool = Samples(), cycle(batches)
     began = now()
     while len(samples.windows) < MIN_WINDOWS or (now() - began < seconds and len(samples.latency_s) < MAX_REQUESTS):
@@ -266,14 +221,11 @@ def closed_loop(
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request, with times of the event loop.
-
-    `first_token` is None and `source_tokens` is 0 if unknown.
-    """
+    """The answer to one request, with times of the event loop."""
 
     first_token: float | None
     ended: float
-    source_tokens: int
+    source_tokens: int  # 0 if unknown
     tokens: int
 
 
@@ -290,12 +242,10 @@ def poisson(rate: float, seconds: float, seed: int) -> array[float]:
 
 
 async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[float]) -> Samples:
-    """Send requests on a schedule, without waiting for earlier answers.
+    """Send requests at `arrivals` without waiting for earlier answers.
 
     All times count from the scheduled arrival, so they include every wait. The run is cancelled if it takes twice the
     length of the schedule and 10 seconds more. The windows are median latencies of equal numbers of arrivals.
-
-    `arrivals` are ascending seconds after the start. `ask` raises `ServingError` if a request is refused.
     """
     now = asyncio.get_running_loop().time
     began, samples, answers = now(), Samples(), list[tuple[float, Answer]]()
@@ -340,7 +290,7 @@ async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[floa
 
 def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int]]]:
     """Draw batches of random token ids without special tokens, from a seed."""
-    special = set(dataclasses.asdict(spec.tokens).values())
+    special = dataclasses.asdict(spec.tokens).values()
     ordinary = np.array([token for token in range(spec.source_vocab) if token not in special] or [spec.tokens.eos])
     shape = (cell.batch_size or 1, cell.source_length or 1)
     count = max(1, min(_BATCHES, _MAX_TOKENS // (shape[0] * shape[1])))
@@ -356,12 +306,12 @@ def text_batches(sources: Sequence[list[int]], batch_size: int, seed: int) -> li
 
 
 def shuffled(sources: Sequence[T], seed: int) -> list[T]:
-    """Return sources in random order."""
+    """Shuffle a copy of the sources."""
     return [sources[index] for index in np.random.default_rng(seed).permutation(len(sources))]
 
 
 def encoded(model: Model, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of texts; raise `InputError` if that is not possible."""
     if model.tokenizer is None:
-        raise InputError("this bundle has no tokenizer, so --input cannot be read; leave it out for random sources")
+        raise InputError("this bundle has no tokenizer for the texts of --input; omit it to use random sources")
     return [list(ids) for ids in model.tokenizer.encode(texts)]

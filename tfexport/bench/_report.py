@@ -25,13 +25,13 @@ _UNSEEN = "not seen from outside the server"
 def build_result(
     config: BenchConfig, found: Sequence[dict[str, Any]], about: dict[str, Any], parity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build a report from a configuration and what `measure` returned.
+    """Build a report from the measurements of each process.
 
     `about` has the `bundle`, `input` and `environment` of the report. Its `metrics` are those of the processes and of
     the cell with the highest token throughput.
     """
     cells = [
-        _cell(config, cell, [Samples.from_dict(process["cells"][index]) for process in found])
+        _cell(config, cell, [Samples(**process["cells"][index]) for process in found])
         for index, cell in enumerate(config.cells)
     ]
     process = _process_metrics(found)
@@ -53,9 +53,9 @@ def build_result(
 
 def settings(config: BenchConfig) -> dict[str, Any]:
     """Return the settings of a report, without paths of secrets."""
-    found = config.to_dict()
-    del found["scenario"], found["token_file"], found["trusted_keys"]
-    return {name: list(item) if isinstance(item, tuple) else item for name, item in found.items()}
+    values = config.to_dict()
+    del values["scenario"], values["token_file"], values["trusted_keys"]
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str,
         **dataclasses.asdict(cell),
         "metrics": cell_metrics(runs) | (_server_metrics(runs, config.goal_ms) if is_server else {}),
         "stable": all(is_stable(run.windows) for run in runs),
-        "windows": [run.windows.tolist() for run in runs],
+        "windows": [run.windows for run in runs],
         "unserved": sum(run.unserved for run in runs),
         "time_split": time_split(runs),
         "latency_histogram": histogram([run.latency_s for run in runs]),
@@ -75,8 +75,7 @@ def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str
     reasons = []
     if not parity["passed"]:
         reasons.append("parity was not verified")
-    unstable = sum(not cell["stable"] for cell in cells)
-    if unstable:
+    if unstable := sum(not cell["stable"] for cell in cells):
         where = f"in {unstable} of {len(cells)} cells " if len(cells) > 1 else ""
         reasons.append(f"unstable: {where}the last three windows differ by more than 10 % from their mean")
     if unserved := sum(cell["unserved"] for cell in cells):
@@ -89,30 +88,25 @@ def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str
 # ---- metrics
 
 
-def value(number: float | None, unit: str, per_process: Sequence[float] = (), note: str = "") -> Metric:
-    """Return a metric of one number, with the numbers of each process."""
-    found: Metric = {"unit": unit, "value": number}
+def _value(number: float | None, unit: str, per_process: Sequence[float] = (), note: str = _UNSEEN) -> Metric:
+    metric: Metric = {"unit": unit, "value": number}
     if per_process:
-        found["per_process"] = list(per_process)
-    return found | ({"note": note} if note else {})
+        metric["per_process"] = list(per_process)
+    return metric if number is not None else metric | {"note": note}
 
 
 def distribution(samples: Sequence[Sequence[float]]) -> Metric:
-    """Convert seconds of all processes to a metric in ms; p99 needs 1,000 samples."""
+    """Convert seconds of all processes to a metric in ms."""
     pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
     names = ("avg", "min", "max", "std", *(f"p{percent}" for percent in PERCENTILES))
     if not pooled.size:
         return {"unit": "ms", **dict.fromkeys(names), "count": 0, "per_process": [], "note": "no samples"}
     numbers = pooled.mean(), pooled.min(), pooled.max(), pooled.std(), *np.percentile(pooled, PERCENTILES)
-    found: Metric = {
-        "unit": "ms",
-        **dict(zip(names, map(float, numbers), strict=True)),
-        "count": pooled.size,
-        "per_process": [float(np.median(values)) * 1e3 for values in samples if len(values)],
-    }
+    per_process = [float(np.median(values)) * 1e3 for values in samples if len(values)]
+    metric: Metric = {"unit": "ms", **dict(zip(names, map(float, numbers), strict=True)), "count": pooled.size}
     if pooled.size < P99_SAMPLES:
-        found |= {"p99": None, "note": f"p99 needs {P99_SAMPLES:,} samples, there are {pooled.size:,}"}
-    return found
+        metric |= {"p99": None, "note": f"p99 needs {P99_SAMPLES:,} samples, there are {pooled.size:,}"}
+    return metric | {"per_process": per_process}
 
 
 def cell_metrics(runs: Sequence[Samples]) -> dict[str, Metric]:
@@ -127,32 +121,30 @@ def cell_metrics(runs: Sequence[Samples]) -> dict[str, Metric]:
         "request_throughput": _rate([run.sequences for run in runs], runs, "requests/sec"),
         "encode_time": distribution([run.encode_s for run in runs]),
         "step_time": distribution([run.step_s for run in runs]),
-        "input_sequence_length": value(length, "tokens", note="" if length else _UNSEEN),
-        "output_sequence_length": value(sum(run.tokens for run in runs) / sequences, "tokens"),
-        "request_count": value(sequences, "requests"),
-        "benchmark_duration": value(sum(run.elapsed_s for run in runs), "sec"),
+        "input_sequence_length": _value(length, "tokens"),
+        "output_sequence_length": _value(sum(run.tokens for run in runs) / sequences, "tokens"),
+        "request_count": _value(sequences, "requests"),
+        "benchmark_duration": _value(sum(run.elapsed_s for run in runs), "sec"),
     }
 
 
 def _rate(counts: Sequence[int], runs: Sequence[Samples], unit: str) -> Metric:
     each = [count / run.elapsed_s for count, run in zip(counts, runs, strict=True)]
-    return value(sum(counts) / sum(run.elapsed_s for run in runs), unit, each)
+    return _value(sum(counts) / sum(run.elapsed_s for run in runs), unit, each)
 
 
 def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str, Metric]:
     shares = [run.slot_occupancy for run in runs if run.slot_occupancy is not None]
     queue = distribution([run.queue_s for run in runs])
-    goodput = value(None, "requests/sec", note="needs a goal; give --goal-ms")
+    goodput = _value(None, "requests/sec", note="needs a goal; set --goal-ms")
     if goal_ms is not None:
         good = [sum(1e3 * latency <= goal_ms for latency in run.latency_s) for run in runs]
         goodput = _rate(good, runs, "requests/sec")
     return {
         "goodput": goodput,
-        "slot_occupancy": value(
-            statistics.fmean(shares) if shares else None, "ratio", shares, "" if shares else _UNSEEN
-        ),
+        "slot_occupancy": _value(statistics.fmean(shares) if shares else None, "ratio", shares),
         "queue_time": queue if queue["count"] else queue | {"note": _UNSEEN},
-        "refused": value(sum(run.refused for run in runs), "requests"),
+        "refused": _value(sum(run.refused for run in runs), "requests"),
     }
 
 
@@ -162,7 +154,7 @@ def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     for metric, name in names.items():
         unit, scale = ("ms", 1e3) if name.endswith("_s") else ("MB", 1e-6)
         values = [process[name] * scale for process in found if name in process]
-        metrics[metric] = value(statistics.median(values) if values else None, unit, values, "" if values else _UNSEEN)
+        metrics[metric] = _value(statistics.median(values) if values else None, unit, values)
     return metrics
 
 
@@ -177,8 +169,7 @@ def is_stable(windows: Sequence[float]) -> bool:
 
 def time_split(runs: Sequence[Samples]) -> dict[str, float]:
     """Return the shares of encoder, steps, reordering and rest; empty if unknown."""
-    busy = sum(run.busy_s for run in runs)
-    if not busy:
+    if not (busy := sum(run.busy_s for run in runs)):
         return {}
     shares = {
         "encode": sum(sum(run.encode_s) for run in runs) / busy,

@@ -1,7 +1,4 @@
-"""Measure the server scenario: requests on a schedule.
-
-They go to an engine in this process, or over HTTP to a running server.
-"""
+"""Send requests on a schedule to an engine in this process, or to a server."""
 
 from __future__ import annotations
 
@@ -60,17 +57,17 @@ class Watch(Observer):
         self._samples, self._num_steps, self._num_rows = Samples(), 0, 0
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
-        """Record how long a request waited."""
+        """Record the waiting time of a request."""
         with self._lock:
             self._samples.queue_s.append(waited_s)
 
     def encoded(self, took_s: float) -> None:
-        """Record a run of the encoder."""
+        """Record the time of an encoder call."""
         with self._lock:
             self._samples.encode_s.append(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        """Record steps; steps of one call count with their mean time."""
+        """Record the mean time of the steps of a call."""
         with self._lock:
             self._samples.stepping_s += took_s
             self._num_steps += num_steps
@@ -112,13 +109,10 @@ def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:
     """Return a client without connection limit, proxy and timeout."""
     import httpx
 
-    return httpx.AsyncClient(
-        base_url=url,
-        headers={"Authorization": f"Bearer {token}"} if token else None,
-        timeout=None,  # noqa: S113 - the open loop limits the time
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=False,
-    )
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # The open loop limits the time.
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits, trust_env=False)  # noqa: S113
 
 
 class HttpCaller:
@@ -133,10 +127,10 @@ class HttpCaller:
 
     async def __call__(self, source: Source) -> Answer:
         """Answer a text or token ids."""
-        now, arrived = asyncio.get_running_loop().time, list[float]()
-        ids = await self.ids(source, lambda: arrived.append(now()))
+        now, received = asyncio.get_running_loop().time, list[float]()
+        ids = await self.ids(source, lambda: received.append(now()))
         length = 0 if isinstance(source, str) else len(source)
-        return Answer(arrived[0] if self._streams else None, now(), length, len(ids))
+        return Answer(received[0] if self._streams else None, now(), length, len(ids))
 
     async def ids(self, source: Source, on_data: Callable[[], None] = lambda: None) -> list[int]:
         """Return the token ids of the best answer, or raise `ServingError`."""
@@ -144,26 +138,21 @@ class HttpCaller:
         data = {key: source, "parameters": self._parameters}
         status, body = await exchange(self._client, "POST", self._path, data, on_data)
         if status in BUSY:
-            raise ServingError(f"the server answers {status}: {_excerpt(body)}")
+            raise ServingError(f"the server returns {status}: {_excerpt(body)}")
         if status != 200:
-            raise BenchError(f"bench: the server answers {status}: {_excerpt(body)}")
+            raise BenchError(f"bench: the server returns {status}: {_excerpt(body)}")
         last = _json(body.rstrip().rpartition(b"data: ")[2] if self._streams else body)
         if "error" in last:
             raise ServingError(str(last["error"]))
         if not isinstance(last.get("output_ids"), list):
-            raise BenchError("bench: the server's answer has no output_ids; expected an answer of tfexport serve")
+            raise BenchError("bench: the response has no output_ids, expected a response of tfexport serve")
         return list(last["output_ids"])
 
 
 async def exchange(
     client: httpx.AsyncClient, method: str, path: str, data: Any = None, on_data: Callable[[], None] = lambda: None
 ) -> tuple[int, bytes]:
-    """Send JSON; return status and body, and call `on_data` for each received part.
-
-    Raises:
-        ServingError: the connection was closed, or the answer is not valid HTTP.
-        BenchError: the server cannot be reached.
-    """
+    """Send JSON; return status and body, and call `on_data` for each received part."""
     import httpx
 
     try:
@@ -174,7 +163,8 @@ async def exchange(
                 on_data()
             return response.status_code, bytes(body)
     except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-        raise ServingError(f"{client.base_url}: no complete answer ({str(error) or 'connection closed'})") from error
+        reason = str(error) or "connection closed"
+        raise ServingError(f"{client.base_url}: the response is incomplete ({reason})") from error
     except httpx.HTTPError as error:
         raise BenchError(f"{client.base_url}: cannot be reached ({error}); check the address and the server") from error
 
@@ -183,7 +173,7 @@ def _json(body: bytes) -> Any:
     try:
         return json.loads(body)
     except ValueError as error:
-        raise BenchError(f"bench: the server's answer is not JSON: {_excerpt(body)}") from error
+        raise BenchError(f"bench: the response is not JSON: {_excerpt(body)}") from error
 
 
 def _excerpt(body: bytes) -> str:
@@ -193,7 +183,7 @@ def _excerpt(body: bytes) -> str:
 async def _only_model(client: httpx.AsyncClient) -> str:
     status, body = await exchange(client, "GET", "v2")
     if status != 200:
-        raise BenchError(f"bench: the server answers {status} to /v2: {_excerpt(body)}; name its model with --model")
+        raise BenchError(f"bench: the server returns {status} for /v2: {_excerpt(body)}; set --model")
     models = _json(body).get("models", [])
     if len(models) != 1:
         raise BenchError(f"bench: the server has the models {', '.join(models)}; choose one with --model")
@@ -203,8 +193,8 @@ async def _only_model(client: httpx.AsyncClient) -> str:
 def measure_engine(
     bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> tuple[dict[str, Any], Model]:
-    """Serve a bundle in this process and measure it, for `measure`."""
-    # Other selectors wake up late, by up to a millisecond.
+    """Serve a bundle in this process and measure it."""
+    # Other selectors wake up to a millisecond late.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         return runner.run(_measure_engine(bundle, config, texts, number))
 
@@ -256,7 +246,7 @@ def _token(path: str | None) -> str | None:
     try:
         return Path(path).read_text(encoding="ascii").split("\n")[0].strip()
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as a file of tokens ({error}); give another one") from error
+        raise InputError(f"{path}: cannot be read as a token file ({error}); pass another one") from error
 
 
 async def _compare(
@@ -265,8 +255,8 @@ async def _compare(
     expected = model.generate_ids(ids, config=config.decoding(config.cells[0]))
     for number, (source, (best, *_)) in enumerate(zip(sources, expected, strict=True), 1):
         if tuple(await ask.ids(source)) != best.token_ids:
-            problem = f"answer {number} of {len(ids)} differs from that of the bundle"
-            raise ParityError(f"{config.url}: {problem}; give the bundle that the server has loaded")
+            problem = f"answer {number} of {len(ids)} differs from the bundle's"
+            raise ParityError(f"{config.url}: {problem}; pass the bundle that the server has loaded")
     return len(ids)
 
 
@@ -280,7 +270,7 @@ async def _measured(
     restart()
     samples = await open_loop(ask, sources, poisson(config.rate, config.duration, config.seed + number))
     if not samples.sequences:
-        raise BenchError(f"bench: none of {samples.refused + samples.unserved} requests was answered; lower --rate")
+        raise BenchError(f"bench: 0 of {samples.refused + samples.unserved} requests were answered; lower --rate")
     return samples
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tfexport.errors import BenchError, ConfigError, raise_all, shortened
 MAX_BYTES = 16 * 1024 * 1024
 _SETTINGS = "backend device form engine batch_size source_length target_length num_beams rate input"
 # Two reports must agree in these fields, unless --vary names them.
-FIELDS = {
+FIELDS: dict[str, tuple[Any, ...]] = {
     "bundle": ("bundle", "sha256"),
     "scenario": ("scenario",),
     **{name: ("settings", name) for name in _SETTINGS.split()},
@@ -40,13 +42,10 @@ _CONDITION = re.compile(r"([a-z_]{1,64})(?:\.(value|avg|min|max|p50|p90|p95|p99)
 
 @dataclass(frozen=True)
 class Condition:
-    """A change that fails a comparison, such as output_token_throughput<-5%.
-
-    An empty `column` selects the value of a metric, or its p50 if it has no value.
-    """
+    """A change that fails a comparison, such as output_token_throughput<-5%."""
 
     metric: str
-    column: str
+    column: str  # empty for the value of a metric, or its p50 if it has no value
     sign: str
     percent: float
 
@@ -74,7 +73,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """Read a report; raise `BenchError` if the file is not one."""
     try:
         if not path.is_file():
-            raise BenchError(f"{path}: is not a plain file; write a report with: tfexport bench BUNDLE --json {path}")
+            raise BenchError(f"{path}: is not a plain file; write a report with tfexport bench BUNDLE --json {path}")
         if path.stat().st_size > MAX_BYTES:
             raise BenchError(f"{path}: has {path.stat().st_size} bytes, the limit is {MAX_BYTES}; check the file")
         data = parse_json(path.read_bytes())
@@ -94,23 +93,18 @@ def compare(
     """Compare a report with a baseline, `first`.
 
     The comparison fails if a condition holds in any cell. `vary` names the fields that may differ.
-
-    Raises:
-        BenchError: the reports measure different things, are damaged, or lack the metric of a condition.
     """
     unknown = [f"{name} is unknown, expected one of {', '.join(FIELDS)}" for name in vary if name not in FIELDS]
     raise_all(ConfigError, "vary", unknown)
     try:
-        fields = {name: (_field(first, name), _field(second, name)) for name in FIELDS}
+        fields = {name: (reduce(getitem, keys, first), reduce(getitem, keys, second)) for name, keys in FIELDS.items()}
         differing = {name: (shortened(a), shortened(b)) for name, (a, b) in fields.items() if a != b}
         if strange := [name for name in differing if name not in vary]:
             shown = "; ".join(f"{name} is {' and '.join(differing[name])}" for name in strange)
-            raise BenchError(
-                f"bench compare: the two measure different things: {shown}; measure both alike, or allow the "
-                f"difference with --vary {','.join(strange)}"
-            )
+            remedy = f"use the same settings, or allow the difference with --vary {','.join(strange)}"
+            raise BenchError(f"bench compare: the reports measure different things: {shown}; {remedy}")
         if len(first["cells"]) != len(second["cells"]):
-            raise BenchError("bench compare: the two have other combinations; measure both with the same sizes")
+            raise BenchError("bench compare: the reports have different sizes; measure both with the same ones")
         pairs = list(zip(first["cells"], second["cells"], strict=True))
         lines = [f"{name}: {' → '.join(both)}" for name, both in differing.items()]
         for name, result in (("first", first), ("second", second)):
@@ -120,13 +114,6 @@ def compare(
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise BenchError(f"bench compare: a report is damaged ({error!r}); measure again") from error
     return Comparison(tuple(lines), tuple(failures))
-
-
-def _field(report: dict[str, Any], name: str) -> Any:
-    found: Any = report
-    for key in FIELDS[name]:
-        found = found[key]
-    return found
 
 
 def _table(first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[Any, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
@@ -19,6 +20,10 @@ _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu
 
 def environment(threads: int) -> dict[str, Any]:
     """Return machine, library versions and date; `threads` run the decoder."""
+    versions = {}
+    for name in _LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -28,7 +33,7 @@ def environment(threads: int) -> dict[str, Any]:
         "cores": os.cpu_count() or 1,
         "threads": threads,
         "python": platform.python_version(),
-        "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
+        "versions": versions,
     }
 
 
@@ -47,10 +52,3 @@ def _cpu() -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

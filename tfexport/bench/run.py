@@ -44,7 +44,7 @@ def bench_bundle(
     against: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure a bundle, or a server that serves one.
+    """Measure a bundle, or a server that serves one; return the report as JSON values.
 
     Args:
         path: path of the bundle; None for a server without a local bundle.
@@ -53,14 +53,6 @@ def bench_bundle(
         verify: raise if the bundle differs from the eager model, or the server from the bundle.
         against: model directory or PACKAGE.MODULE:FACTORY to verify with; None for the bundle's own weights.
         report: receives lines of progress.
-
-    Returns:
-        The report of `build_result`, as JSON values.
-
-    Raises:
-        ParityError: the outputs of the bundle or the server are wrong.
-        BackendError: the backend does not work, or parity cannot be verified on this machine.
-        BenchError: a process died, or a server cannot be reached.
     """
     keys = TrustedKeys.read(config.trusted_keys) if config.trusted_keys else None
     bundle = None if path is None else open_bundle(path, trusted_keys=keys)
@@ -72,34 +64,31 @@ def bench_bundle(
     parity: dict[str, Any] = {"passed": None, "source": "not verified"}
     if bundle and verify and not config.url:
         parity = check_parity(bundle, config, report, against)
-    found = []
+    results = []
     for number in range(resolved.processes):
         report(f"measuring, process {number + 1} of {resolved.processes}")
-        found.append(run_process(folder, resolved, texts, number))
-    if compared := found[0].get("compared"):
+        results.append(run_process(folder, resolved, texts, number))
+    if compared := results[0].get("compared"):
         parity = {"passed": True, "source": f"{compared} answers equal those of the bundle"}
-    about: dict[str, Any] = {"bundle": _about(bundle, path, found[0]), "input": None}
-    if texts is not None:
-        about["input"] = {"texts": len(texts), "sha256": sha256("\n".join(texts).encode()).hexdigest()}
-    about["environment"] = environment(found[0].get("threads", available_cores()))
-    return build_result(resolved, found, about, parity)
+    about: dict[str, Any] = {"bundle": {"name": results[0].get("model"), "sha256": None, "precision": None}}
+    if bundle and path:
+        accuracy = bundle.manifest.accuracy
+        about["bundle"] = {"name": path.resolve().name, "sha256": bundle.sha256, "precision": accuracy}
+    digest = None if texts is None else sha256("\n".join(texts).encode()).hexdigest()
+    about["input"] = None if texts is None else {"texts": len(texts), "sha256": digest}
+    about["environment"] = environment(results[0].get("threads", available_cores()))
+    return build_result(resolved, results, about, parity)
 
 
 def _check(bundle: Bundle | None, config: BenchConfig, texts: Sequence[str] | None) -> None:
     if bundle is None and config.url is None:
-        raise InputError("bench: there is neither a bundle nor a server; give BUNDLE or --url")
+        raise InputError("bench: neither a bundle nor a server; pass BUNDLE or --url")
     if bundle is None and texts is None:
-        raise InputError("bench: sources are missing; give --input, or for random ones the bundle that is served")
+        raise InputError("bench: sources are missing; set --input, or pass the served bundle for random sources")
     if bundle and not bundle.manifest.spec.has_decoder:
-        raise InputError(f"{bundle.path}: is an encoder without a decoder; bench times the generation of text")
+        raise InputError(f"{bundle.path}: is an encoder alone and generates no text; bench measures generation")
     if texts is not None and len(texts) > MAX_TEXTS:
-        raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; give a sample of them")
-
-
-def _about(bundle: Bundle | None, path: Path | None, found: dict[str, Any]) -> dict[str, Any]:
-    if bundle is None or path is None:
-        return {"name": found["model"], "sha256": None, "precision": None}
-    return {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.accuracy}
+        raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; use a sample of them")
 
 
 def check_parity(
@@ -108,7 +97,7 @@ def check_parity(
     """Verify a bundle unless its export did; return the report's `parity` entry."""
     summary = bundle.manifest.parity
     if summary is not None and not summary["passed"]:
-        raise ParityError(f"{bundle.path}: parity failed at its export; wrong outputs are not timed, export it again")
+        raise ParityError(f"{bundle.path}: its export failed the parity checks; export it again")
     options = registry.LoadOptions(form=config.form, device=config.device, engine=config.engine)
     backend = registry.choose(bundle, options) if config.backend == AUTO else registry.get(config.backend)
     exported_on, compared = registry.comparable()[0], backend in registry.comparable()
@@ -118,7 +107,7 @@ def check_parity(
     try:
         from tfexport.verify import VerifyConfig, verify_bundle
 
-        found = verify_bundle(
+        verification = verify_bundle(
             bundle.path,
             against=against,
             config=VerifyConfig.quick(),
@@ -129,12 +118,11 @@ def check_parity(
             report=report,
         )
     except ModuleNotFoundError as error:
-        raise BackendError(
-            f"{bundle.path}: was exported without verification, and verifying it here needs {error.name}; "
-            f"{extra_command('export')}, or measure it with --no-verify"
-        ) from error
-    if not found.passed:
-        raise ParityError(f"{bundle.path}: {'; '.join(found.problems())}; wrong outputs are not timed")
+        problem = f"was exported without verification, and verifying it needs {error.name}"
+        remedy = f"{extra_command('export')}, or measure it with --no-verify"
+        raise BackendError(f"{bundle.path}: {problem}; {remedy}") from error
+    if not verification.passed:
+        raise ParityError(f"{bundle.path}: {'; '.join(verification.problems())}; fix it before measuring")
     return {"passed": True, "source": "verified before measuring"}
 
 
@@ -143,15 +131,16 @@ def check_parity(
 
 def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
     """Call `measure` in a new process; raise `BenchError` if the process dies."""
-    given = (bundle and str(bundle), config.to_dict(), number, os.getpid())
+    function, arguments = (
+        f"{__name__}:_measure_in_process",
+        (bundle and str(bundle), config.to_dict(), number, os.getpid()),
+    )
     try:
-        function = f"{__name__}:_measure_in_process"
-        found: dict[str, Any] = call_in_process(function, *given, wall_s=_MAX_S, data=json.dumps(texts).encode())
+        result: dict[str, Any] = call_in_process(function, *arguments, wall_s=_MAX_S, data=json.dumps(texts).encode())
     except ProcessError as error:
-        raise BenchError(
-            f"bench: process {number + 1} {error}; try a smaller --batch-size, or tfexport doctor"
-        ) from error
-    return found
+        problem = f"bench: process {number + 1} {error}"
+        raise BenchError(f"{problem}; try a smaller --batch-size, or tfexport doctor") from error
+    return result
 
 
 def _measure_in_process(bundle: str | None, config: dict[str, Any], number: int, parent: int, texts: bytes) -> Any:
@@ -169,21 +158,25 @@ def _end_with_parent(parent: int) -> None:
 def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
     """Measure every cell of a bundle or server; return JSON values.
 
-    Without texts, sources are random. Each process `number` draws its own arrival schedule.
+    Each process `number` draws its own arrival schedule.
     """
     if config.url:
         return asyncio.run(measure_url(bundle, config, texts, number))
     assert bundle
-    measured = measure_engine if config.scenario == "server" else _measure_calls
-    found, model = measured(bundle, config, texts, number)
+    if config.scenario == "server":
+        result, model = measure_engine(bundle, config, texts, number)
+    else:
+        result, model = _measure_calls(bundle, config, texts)
     threads = model.threads.decoder if model.threads else available_cores()
-    about = {"backend": model.session.backend, "threads": threads, "peak_memory_bytes": peak_memory_bytes()}
-    return {**about, **found}
+    return {
+        "backend": model.session.backend,
+        "threads": threads,
+        "peak_memory_bytes": peak_memory_bytes(),
+        **result,
+    }
 
 
-def _measure_calls(
-    bundle: Path, config: BenchConfig, texts: list[str] | None, number: int
-) -> tuple[dict[str, Any], Model]:
+def _measure_calls(bundle: Path, config: BenchConfig, texts: list[str] | None) -> tuple[dict[str, Any], Model]:
     load_s, model = clock(lambda: load(bundle, **config.load_options))
     sources = None if texts is None else encoded(model, texts)
     first_token_s, cells = None, []

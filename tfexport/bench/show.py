@@ -48,9 +48,9 @@ img { width: 100%; }
 
 def lines(result: dict[str, Any]) -> list[str]:
     """Return a report as lines of at most 90 columns."""
-    found = [*_wrapped(headline(result)), _effort(result), ""]
-    found += _sweep(result) if result["scenario"] == "sweep" else _times(result["cells"][0]["metrics"])
-    return [*found, "", *_facts(result), *_wrapped(verdict(result))]
+    table = _sweep(result) if result["scenario"] == "sweep" else _times(result["cells"][0]["metrics"])
+    head = [*_wrapped(headline(result)), _effort(result)]
+    return [*head, "", *table, "", *_facts(result), *_wrapped(verdict(result))]
 
 
 def grid(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -107,12 +107,12 @@ def _effort(result: dict[str, Any]) -> str:
 
 
 def _times(metrics: dict[str, Any]) -> list[str]:
-    seen = {label: metrics[name] for name, label in _TIMES.items() if metrics[name]["count"]}
+    measured = {label: metrics[name] for name, label in _TIMES.items() if metrics[name]["count"]}
     rows = [["milliseconds", *_NUMBERS, "samples", "p50 of processes"]]
-    for label, metric in seen.items():
+    for label, metric in measured.items():
         numbers = [number(metric[column]) for column in _NUMBERS]
         rows.append([label, *numbers, f"{metric['count']:,}", _spread(metric["per_process"])])
-    too_few = any(metric["p99"] is None for metric in seen.values())
+    too_few = any(metric["p99"] is None for metric in measured.values())
     return [*grid(rows), *([f"{MISSING} p99 needs {P99_SAMPLES:,} samples"] if too_few else [])]
 
 

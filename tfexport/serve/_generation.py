@@ -104,7 +104,7 @@ class Generation(Generic[Item, Answer]):
         return DeadlineExceeded(f"the time limit of {limit_s:.3g} s was exceeded {when}; raise it, or try again later")
 
     def expand(self, session: Session) -> None:
-        """Split the request into `parts`; raises `InputError` if no alternative is allowed."""
+        """Split the request into `parts`; may run the session to find alternatives."""
         config = self.request.config
         if config.return_alternatives:
             self.parts = alternatives(session, [self.request], 1)
@@ -167,7 +167,7 @@ class Generation(Generic[Item, Answer]):
 
 
 class Event(NamedTuple):
-    """One generation's progress in a step: new stream tokens, and its outcome if it ended."""
+    """New stream tokens of a generation, and its outcome if it ended."""
 
     generation: Generation[Any, Any]
     token_ids: tuple[int, ...] = ()

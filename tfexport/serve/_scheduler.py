@@ -130,7 +130,7 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Remove cancelled and late jobs and add waiting ones between steps, on one thread."""
+    """Add and remove jobs between decoder steps; used on one thread only."""
 
     def __init__(self, session: Session, waiting: WaitingQueue, config: ServingConfig, observer: Observer) -> None:
         most = session.limits.rows.most
@@ -152,7 +152,7 @@ class Scheduler:
         return bool(self._running or len(self._waiting))
 
     def step(self) -> list[Event]:
-        """Remove and add jobs, and run one or more decoder steps; raises `BackendError` if the backend fails."""
+        """Remove ended jobs, add waiting ones, and run one or more decoder steps."""
         now = time.monotonic()
         events = [Event(job, outcome=job.late()) for job in self._waiting.take_late(now)]
         events += self._remove(now)
@@ -276,7 +276,7 @@ class Scheduler:
 
 
 class Worker:
-    """Decode queued requests on a thread until the queue is closed; `failure` is the error that ended it."""
+    """Decode queued requests on a thread until the queue is closed."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class Worker:
         fail: Callable[[EngineFailed], None],
     ) -> None:
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # the error that ended the thread
         self._scheduler = Scheduler(session, self.waiting, config, observer)
         self._publish, self._fail = publish, fail
         self._idle_s = min(IDLE_S, config.stall_s / 2)

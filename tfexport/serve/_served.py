@@ -235,7 +235,7 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a thread-safe function that calls a method on a loop, unless its object was deleted."""
+    """Return a thread-safe call of a method that does not keep its object alive."""
     weak = weakref.WeakMethod(method)
 
     def call(argument: Any) -> None:

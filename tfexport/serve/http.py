@@ -214,7 +214,7 @@ HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive, *generations: Asked) -> AsyncIterator[None]:
-    """Cancel generations if the client disconnects after its request, or when the block ends."""
+    """Cancel generations if the client disconnects, or when the block ends."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -244,7 +244,7 @@ def event(data: dict[str, Any], kind: str = "") -> bytes:
 
 
 class EventStream(Response):
-    """Send server-sent events; the first one decides the status, and later errors are sent as events."""
+    """Send server-sent events; errors after the first one are events too."""
 
     media_type = "text/event-stream"
 

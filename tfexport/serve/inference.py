@@ -45,12 +45,12 @@ class InvalidRequestError(InputError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the Open Inference Protocol; `values` are flat, in row-major order, and str for BYTES."""
+    """A tensor of the Open Inference Protocol."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    values: Sequence[Any]
+    values: Sequence[Any]  # flat, in row-major order; str for BYTES
 
 
 def bounded(message: str) -> str:
@@ -84,7 +84,7 @@ def submit(engine: Engine, source: Source, options: Mapping[str, Any], *, stream
 
 
 def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapping[str, Any]]) -> list[Asked]:
-    """Submit several sources; if one is refused, cancel the others and raise an error that names it."""
+    """Submit several sources; if one is refused, cancel the others."""
     with contextlib.ExitStack() as cancel_all:
         generations: list[Asked] = []
         for number, (source, own) in enumerate(zip(sources, options, strict=True), 1):

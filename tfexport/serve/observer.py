@@ -15,7 +15,7 @@ Outcome = Literal[
 
 
 class Observer:
-    """Ignore all events; subclasses count them. Methods are called from several threads."""
+    """Ignore all events; override methods, which several threads call."""
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
         """Record that a request left the queue and joined a batch."""
@@ -45,7 +45,7 @@ class Observer:
 
 
 def guarded(observer: Observer) -> Observer:
-    """Return an observer that forwards events and logs exceptions, so that serving continues."""
+    """Return an observer that forwards events and logs exceptions."""
     safe = Observer()
     for name in ("joined", "encoded", "stepped", "began", "ended", "aligned"):
         setattr(safe, name, functools.partial(_logged, getattr(observer, name)))

@@ -1,4 +1,4 @@
-"""Serve `/v1/completions` of the OpenAI API, for load generators of language models."""
+"""Serve `/v1/completions` of the OpenAI API, for load generators."""
 
 from __future__ import annotations
 
