@@ -269,7 +269,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     ("config", "has_texts", "message"),
     [
         (BenchConfig(source_length=(17,), target_length=(18,)), False, "source_length is 17.*target_length is 18"),
-        (BenchConfig(source_length=(5,)), True, "source_length is given"),
+        (BenchConfig(source_length=(5,)), True, "source_length is set"),
         (BenchConfig(scenario="sweep", batch_size=tuple(range(1, 102))), False, "101 combinations"),
         (BenchConfig(scenario="server", rate=1e5, duration=600.0), False, "60000000 requests"),
     ],

@@ -147,14 +147,14 @@ def test_a_server_that_says_something_else_is_not_timed(dates_bundle: Path, tmp_
     with serving(other, "dates", slots=2) as address:
         result = run("bench", dates_bundle, "--url", address, *QUICK, "--rate", 30)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "answer 1 of 8 differs from that of the bundle" in result.stderr
+    assert "answer 1 of 8 differs from the bundle's" in result.stderr
 
 
 def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
     with serving(dates_bundle, "a", "b", slots=1, max_waiting=1) as address:
         bench = ("bench", "--url", address, *QUICK, "--input", texts)
         refuses(run(*bench, "--rate", 9), "models a, b; choose one with --model")
-        refuses(run(*bench, "--rate", 9, "--model", "c"), "the server answers 404")
+        refuses(run(*bench, "--rate", 9, "--model", "c"), "the server returns 404")
         result = run(*bench, "--rate", 1000, "--model", "b", "--json", tmp_path / "a.json")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "a.json").read_text())
@@ -163,9 +163,9 @@ def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Pa
 
 
 def test_what_is_missing_is_said(dates_bundle: Path, texts: Path) -> None:
-    refuses(run("bench", *QUICK, "--rate", 5), "neither a bundle nor a server; give BUNDLE or --url")
+    refuses(run("bench", *QUICK, "--rate", 5), "neither a bundle nor a server; pass BUNDLE or --url")
     nowhere = ("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5)
-    refuses(run(*nowhere), "sources are missing; give --input")
+    refuses(run(*nowhere), "sources are missing; set --input")
     refuses(run(*nowhere, "--input", texts), "http://127.0.0.1:1", "cannot be reached")
 
 
@@ -217,7 +217,7 @@ def test_a_token_is_shown_and_not_reported(dates_bundle: Path, tmp_path: Path, t
     (tmp_path / "token").write_text("open sesame\nanother\n")
     with saying(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno", heard) as url:
         result = run("bench", "--url", url, *QUICK, "--rate", 5, "--input", texts, "--token-file", tmp_path / "token")
-    refuses(result, "the server answers 401 to /v2: no")
+    refuses(result, "the server returns 401 for /v2: no")
     assert b"Authorization: Bearer open sesame" in heard
     config = BenchConfig(scenario="server", rate=1.0, url=url, token_file=str(tmp_path / "token"))
     assert "token_file" not in settings(config)

@@ -29,7 +29,7 @@ NONSENSE: tuple[tuple[str, dict[str, Any], type[TfexportError], str], ...] = (
     ("text", {"timeout_s": "5"}, InputError, "timeout_s is '5'"),
     ("text", {"config": 5}, ConfigError, "config is 5, expected a DecodeConfig"),
     ("text", {"num_beams": 9}, InputError, "num_beams is 9, the limit is 8"),
-    ("text", {"do_sample": True, "num_return_sequences": 40}, InputError, "takes 40 slots of 32"),
+    ("text", {"do_sample": True, "num_return_sequences": 40}, InputError, "needs 40 slots, the engine has 32"),
     ("text", {"num_beams": 2, "stream": True}, InputError, "num_beams is 2, but a stream"),
     ("text", {"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
     ("text", {"nonsense": 1}, ConfigError, "nonsense"),
@@ -70,14 +70,14 @@ async def test_an_engine_is_asked_on_its_own_event_loop(dates_bundle: Path, text
             await engine.replace()
 
         for asked in (lambda: asyncio.run(ask()), lambda: engine.submit(texts[0]), lambda: asyncio.run(replace())):
-            with pytest.raises(EngineFailed, match="event loop that it was started on"):
+            with pytest.raises(EngineFailed, match="started on another event loop"):
                 await asyncio.to_thread(asked)
         assert is_idle(engine)
 
 
 async def test_an_engine_is_started_once_and_not_after_it_was_drained(dates_bundle: Path) -> None:
     async with serving(dates_bundle) as engine:
-        with pytest.raises(EngineFailed, match="started once"):
+        with pytest.raises(EngineFailed, match="started only once"):
             await engine.start()
     engine = Engine(dates_bundle, threads=1)
     starting = asyncio.create_task(engine.start())
@@ -86,7 +86,7 @@ async def test_an_engine_is_started_once_and_not_after_it_was_drained(dates_bund
     with pytest.raises(Draining, match="before it was ready"):
         await starting
     assert engine.state == "stopped"
-    with pytest.raises(EngineFailed, match="started once"):
+    with pytest.raises(EngineFailed, match="started only once"):
         await engine.start()
 
 

@@ -125,11 +125,11 @@ async def test_a_tokenizer_that_fails_ends_its_own_request_alone(
         broken_stream, whole = engine.submit(texts[0], stream=True), engine.submit(texts[0])
         others = [engine.submit(text, stream=number % 2 == 0) for number, text in enumerate(good)]
         for generation in (broken_stream, whole):
-            with pytest.raises(BackendError, match="put into words: ValueError"):
+            with pytest.raises(BackendError, match="decoded to text: ValueError"):
                 await generation
         for text, generation in zip(good, others, strict=True):
             assert text_of(await generation) == expected[text]
-        with pytest.raises(BackendError, match="put into words"):
+        with pytest.raises(BackendError, match="decoded to text"):
             _ = [piece async for piece in broken_stream]
         await until(lambda: is_idle(engine))
     assert observer.counts == {"error": 2, "ok": len(good)}

@@ -250,7 +250,7 @@ def test_it_warns_of_what_is_easily_forgotten(dates_bundle: Path, tmp_path: Path
     with running(tmp_path, *both, "--threads", cores, "--host", "0.0.0.0") as server:
         log = server.log.read_text()
         assert f"set --threads {max(1, cores // 2)}\n" in log
-        assert "lets other machines ask; where their network is not yours, set --token-file and --tls-cert" in log
+        assert "accepts requests from other machines; set --token-file and --tls-cert unless you trust the network" in log
         assert httpx.get(f"http://127.0.0.1:{httpx.URL(server.url).port}/readyz").status_code == 200
 
 
@@ -262,12 +262,12 @@ def test_what_no_server_can_run_with_is_refused(dates_bundle: Path, tmp_path: Pa
         port = taken.getsockname()[1]
         assert f"port {port}: Address already in use" in refused(dates_bundle, "--port", port)
     assert "name dates is taken" in refused(dates_bundle, f"dates={tmp_path}")
-    assert "cannot stand in a URL" in refused(tmp_path / "a b")
+    assert "is not valid in a URL" in refused(tmp_path / "a b")
     assert "there is no bundle" in refused(tmp_path / "nothing", "--port", 0)
-    assert "there is no token" in refused(dates_bundle, "--token-file", empty)
-    assert "token 1 is not one" in refused(dates_bundle, "--token-file", short)
+    assert "it has no token" in refused(dates_bundle, "--token-file", empty)
+    assert "token 1 is not valid" in refused(dates_bundle, "--token-file", short)
     assert "cannot be read" in refused(dates_bundle, "--token-file", tmp_path / "none")
-    assert "no TLS" in refused(dates_bundle, "--tls-cert", short)
+    assert "cannot be used" in refused(dates_bundle, "--tls-cert", short)
     assert "without tls_cert" in refused(dates_bundle, "--tls-key", short)
     assert "slots is 0" in refused(dates_bundle, "--slots", 0)
 

@@ -157,7 +157,7 @@ async def test_a_drain_does_not_wait_for_an_alignment_that_hangs(meetings: Path,
         await until(blocked.have_begun)
         assert not await engine.drain(0.1)
         found = await asyncio.gather(asked, pair, return_exceptions=True)
-        assert [str(one) for one in found] == ["the engine is about to stop; ask another one"] * 2
+        assert [str(one) for one in found] == ["the engine is stopping; send the request to another one"] * 2
         blocked.go_on.set()
     assert observer.counts == {"draining": 2}
 
@@ -165,7 +165,7 @@ async def test_a_drain_does_not_wait_for_an_alignment_that_hangs(meetings: Path,
 async def test_no_more_wait_to_be_aligned_than_may_wait(meetings: Path, blocked: Blocked) -> None:
     async with serving(meetings, max_waiting=2) as engine:
         asked = []
-        with pytest.raises(QueueFull, match="2 alignments wait, which is the limit; come again later"):
+        with pytest.raises(QueueFull, match="2 alignments are waiting, which is the limit; try again later"):
             while True:
                 asked.append(engine.submit(TEXTS[0], **COPY))
                 await until(lambda: engine.num_waiting == 0)

@@ -55,7 +55,7 @@ def test_what_is_not_given_is_as_in_the_server() -> None:
         ({"bundle": []}, "bundle is empty"),
         ({"bundle": 3}, "bundle is 3, expected a text or a list of a text"),
         ({"bundle": ["a", "x/a"]}, "name a is taken by a"),
-        ({"bundle": "a b"}, "cannot stand in a URL"),
+        ({"bundle": "a b"}, "is not valid in a URL"),
         ({"bundle": "a", "slotz": 1, "slots": "x"}, "unknown key slotz; slots is 'x', expected a whole number"),
         (
             {"bundle": "a", "slots": "0", "max_texts": 0, "min_replicas": 0},

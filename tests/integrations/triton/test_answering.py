@@ -112,7 +112,7 @@ def test_who_has_gone_is_cancelled_and_a_full_queue_refuses(serving: Serving) ->
     for reply in replies:
         reply.gone = True
     assert all(reply.is_over.wait(60) for reply in replies)
-    refused = [reply for reply in replies if reply.error and "come again later" in str(reply.error)]
+    refused = [reply for reply in replies if reply.error and "try again later" in str(reply.error)]
     assert refused
     assert serving.answered(TEXT).error is None
 

@@ -227,7 +227,7 @@ def test_streams_come_in_pieces(server: Triton, model: Model, texts: list[str]) 
     ids = last.as_numpy("output_ids").tolist()
     assert [token for part in parts for token in part.as_numpy("output_ids").tolist()] == ids
     assert len(ids) == 50
-    for wrong_one, why in (({"num_beams": 2}, "a stream hands out one answer"), ({"nonsense": 1}, "unknown parameter")):
+    for wrong_one, why in (({"num_beams": 2}, "a stream returns only one answer"), ({"nonsense": 1}, "unknown parameter")):
         with pytest.raises(client.module.InferenceServerException, match=why):
             streamed(client, "dates_stream", client.tensor("text_input", [TEXT.encode()]), **wrong_one)
     with pytest.raises(client.module.InferenceServerException, match="the text is empty"):
@@ -334,10 +334,10 @@ def test_a_full_queue_refuses_and_a_deadline_ends(long_bundle: Path, tmp_path: P
         assert set(lengths) == {1000}
         assert refused
         assert {error.status() for error in refused} == {"StatusCode.UNAVAILABLE"}
-        assert all("2 requests with 8 source tokens wait" in error.message() for error in refused)
+        assert all("2 requests with 8 source tokens are waiting" in error.message() for error in refused)
         plain = Client(server, "http")
         late = wrong(plain, plain.tensor("input_ids", [IDS]), model="long", timeout_ms=1, **exactly(4000))
-        assert late.startswith("503 the 0.001 s of the request were over")
+        assert late.startswith("503 the time limit of 0.001 s was exceeded")
         assert client.infer("long", ids, **exactly(10)).as_numpy("output_lengths").item() == 10
 
 

@@ -116,7 +116,7 @@ async def test_after_the_first_event_errors_are_events(
         *pieces, last = answer.text.split("\n\n")[:-1]
         assert all("text_output" in piece for piece in pieces)
         assert len(pieces) == 3
-        assert last == 'event: error\ndata: {"error": "the engine has failed: the backend has failed; start it anew"}'
+        assert last == 'event: error\ndata: {"error": "the engine has failed: the backend has failed; restart it"}'
         answer = await served.post("generate", {"text_input": texts[0]})
         assert (answer.status_code, "has failed" in answer.json()["error"]) == (500, True)
         assert (await served.client.get("/v2/models/dates/ready")).status_code == 503

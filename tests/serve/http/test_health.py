@@ -39,7 +39,7 @@ async def test_one_of_two_models_that_has_failed_is_for_a_new_process(
         assert await codes(client, LIVE) == await codes(client, READY) == {503}
         told = await client.get("/livez")
         assert told.headers["retry-after"] == "1"
-        assert "an engine has failed, and the log says why; restart the process" in told.json()["error"]
+        assert "an engine has failed; see the log, and restart the process" in told.json()["error"]
         ready = [await codes(client, (f"/v2/models/{name}/ready",)) for name in ("one", "two")]
         assert ready == [{503}, {200}]
         assert (await client.post("/v2/models/two/generate", json=ASKED)).json()["text_output"] == "1999-05-03"

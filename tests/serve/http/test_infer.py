@@ -186,7 +186,7 @@ async def test_wrong_tensors_are_400_and_say_why(serve: Serve) -> None:
         ("10000", b"", "expected a number up to"),
         ("-1", b"", "expected a number up to"),
         ("1", b"", "the body is not JSON"),
-        (None, b"\x02\0\0\0ab!", "1 bytes follow the JSON that belong to no input"),
+        (None, b"\x02\0\0\0ab!", "1 bytes after the JSON belong to no input"),
         (None, b"\x02\0\0\0a", "binary_data_size is 6, but 5 bytes are left"),
         (None, b"\x03\0\0\0ab", "text 1 ends behind the tensor"),
         (None, b"\xff\xff\xff\xffab", "text 1 ends behind the tensor"),

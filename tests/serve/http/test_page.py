@@ -54,10 +54,10 @@ async def test_it_is_told_what_a_model_is(serve: Serve, texts: list[str]) -> Non
     async with serve(slots=3) as served:
         (told,) = (await served.client.get("/page/models")).json()["models"]
         assert (told["name"], told["state"], told["is_ready"]) == ("dates", "ready", True)
-        assert told["facts"]["Longest source"] == "64 tokens"
-        assert told["facts"]["Rows at once"] == "3"
+        assert told["facts"]["Maximum source"] == "64 tokens"
+        assert told["facts"]["Slots"] == "3"
         assert re.fullmatch(r"\d\.\d MB, fp32", told["facts"]["Weights"])
-        assert told["facts"]["Threads"] == "1 to read, 1 for a step"
+        assert told["facts"]["Threads"] == "1 encoder, 1 decoder"
         assert told["has_alignment"] is False
         assert 1 <= len(told["examples"]) <= page.NUM_EXAMPLES
         assert set(told["examples"]) <= set(texts)
