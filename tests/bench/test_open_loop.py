@@ -28,8 +28,6 @@ class Sleepless(selectors.SelectSelector):
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only while everybody sleeps."""
-
     def __init__(self) -> None:
         self.sleepless = Sleepless()
         super().__init__(self.sleepless)
@@ -82,7 +80,6 @@ def test_arrivals_are_a_poisson_process_that_the_seed_repeats() -> None:
 
 
 def test_latency_grows_when_the_server_is_too_slow() -> None:
-    """The loop is open: requests keep arriving, and waiting counts from when they should have been answered."""
     server = OneByOne(1.0)
     found = run(open_loop(server, [[5], [6, 7]], [0.5 + 0.1 * index for index in range(10)]))
     assert list(found.latency_s) == pytest.approx([1 + 0.9 * index for index in range(10)])

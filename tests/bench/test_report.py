@@ -60,7 +60,6 @@ def mismatches(value: Any, schema: Any, place: str = "report") -> list[str]:
 
 
 def check_schema(found: dict[str, Any]) -> None:
-    """Check a report of a bundle."""
     metrics = CELL_METRICS | (SERVER_METRICS if found["scenario"] == "server" else {})
     size = (int, type(None))
     cell = {

@@ -57,7 +57,6 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def with_parity(source: Path, target: Path, passed: bool | None) -> Path:
-    """Copy a bundle and let its manifest say how the verification of its export ended."""
     shutil.copytree(source, target)
     parity = None if passed is None else {"passed": passed}
     manifest = dataclasses.replace(open_bundle(source).manifest, parity=parity)

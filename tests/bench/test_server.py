@@ -13,57 +13,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import uvicorn
 
 from tests.bench import test_report as reports
 from tests.bundle.made import edit, reseal
 from tests.command import refuses, run
+from tests.serve.http.served import on_port
 from tfexport.bench._report import settings
 from tfexport.bench._server import exchange, http_client
 from tfexport.bench.config import BenchConfig
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import ServingError
-from tfexport.serve.app import build_app
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.engine import Engine
-from tfexport.serve.metrics import Metrics
 
 TEXTS = "3. März 2026\nle 14 juillet 1989\n5 May 2001\n"
 QUICK = ("--scenario", "server", "--processes", 1, "--duration", 0.3)
 
 
-@contextmanager
-def serving(bundle: Path, *names: str, metrics: Metrics | None = None, **limits: int) -> Iterator[str]:
-    """Serve a bundle under some names; yield the address."""
-    config = ServingConfig(**limits)
-    engines = {
-        name: Engine(bundle, config, observer=metrics.observer(name) if metrics else None, threads=1) for name in names
-    }
-    server = uvicorn.Server(uvicorn.Config(build_app(engines, metrics=metrics), port=0, log_level="error"))
-
-    async def serve() -> None:
-        for engine in engines.values():
-            await engine.start()
-        await server.serve()
-        for engine in engines.values():
-            await engine.drain(0)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            thread.join(0.02)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture(scope="module")
 def url(dates_bundle: Path) -> Iterator[str]:
-    with serving(dates_bundle, "dates", metrics=Metrics()) as address:
-        yield address
+    with on_port(dates_bundle, "dates") as address:
+        yield f"http://{address}"
 
 
 @pytest.fixture
@@ -144,15 +112,15 @@ def test_a_server_that_says_something_else_is_not_timed(dates_bundle: Path, tmp_
     (other / "weights.safetensors").write_bytes(weights)
     reseal(other)
     edit(other, lambda data: data["text"].update(samples=[]))  # which are what the weights said
-    with serving(other, "dates", slots=2) as address:
-        result = run("bench", dates_bundle, "--url", address, *QUICK, "--rate", 30)
+    with on_port(other, "dates", slots=2) as address:
+        result = run("bench", dates_bundle, "--url", f"http://{address}", *QUICK, "--rate", 30)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "answer 1 of 8 differs from the bundle's" in result.stderr
 
 
 def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
-    with serving(dates_bundle, "a", "b", slots=1, max_waiting=1) as address:
-        bench = ("bench", "--url", address, *QUICK, "--input", texts)
+    with on_port(dates_bundle, "a", "b", slots=1, max_waiting=1) as address:
+        bench = ("bench", "--url", f"http://{address}", *QUICK, "--input", texts)
         refuses(run(*bench, "--rate", 9), "models a, b; choose one with --model")
         refuses(run(*bench, "--rate", 9, "--model", "c"), "the server returns 404")
         result = run(*bench, "--rate", 1000, "--model", "b", "--json", tmp_path / "a.json")

@@ -27,13 +27,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session")
 def model(dates_bundle: Path) -> Model:
-    """Load models/dates on the CPU."""
     return load(dates_bundle, threads=1)
 
 
 @pytest.fixture(scope="session")
 def texts(model: Model) -> list[str]:
-    """Return the recorded texts of models/dates."""
     assert model.tokenizer
     return [sample.text for sample in model.tokenizer.text.samples]
 

@@ -70,7 +70,6 @@ class Running:
         self.process.send_signal(number)
 
     def ended(self) -> int:
-        """Wait for its end; return its exit code."""
         return self.process.wait(PATIENCE_S)
 
     def stop(self) -> int:
@@ -111,7 +110,6 @@ def running(
 
 
 def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait until something holds."""
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, "it never came to hold"

@@ -35,8 +35,6 @@ def before_steps(monkeypatch: pytest.MonkeyPatch, do: Callable[[Loop], object]) 
 
 
 class Hanging:
-    """Lets the thread of an engine hang in its next step."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._begun, self._go_on = threading.Event(), threading.Event()
         before_steps(monkeypatch, lambda _: self._hang())
@@ -50,13 +48,10 @@ class Hanging:
         return self._begun.is_set()
 
     def end(self) -> None:
-        """Let the thread go on."""
         self._go_on.set()
 
 
 class Outcomes(Observer):
-    """Counts how requests ended."""
-
     def __init__(self) -> None:
         self.counts: dict[Outcome, int] = {}
 
@@ -73,26 +68,22 @@ async def serving(
     options: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Engine]:
-    """Start an engine, and drain it at the end, within a time."""
     engine = Engine(bundle, ServingConfig(**config), observer=observer, **{"threads": 1} | (options or {}))
     async with asyncio.timeout(within_s), engine:
         yield engine
 
 
 async def until(is_so: Callable[[], bool], within_s: float = 5) -> None:
-    """Wait until something is so."""
     async with asyncio.timeout(within_s):
         while not is_so():
             await asyncio.sleep(0.001)
 
 
 def is_idle(engine: Engine) -> bool:
-    """Say whether an engine holds nothing."""
     return (engine.num_running, engine.num_waiting, engine.num_slots_used) == (0, 0, 0)
 
 
 def text_of(found: list[Any]) -> list[str]:
-    """Return the texts of results."""
     return [one.text for one in found]
 
 

@@ -54,7 +54,6 @@ class Image:
     config: dict[str, Any]
 
     def enter(self, bundle: Path, *words: str) -> list[str]:
-        """Return the command that runs `words` inside."""
         inside = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", ENTER, "enter"]
         return [*inside, str(self.root), str(bundle), *words]
 
@@ -117,7 +116,6 @@ def test_it_starts_answers_and_drains(image: Image, dates_bundle: Path, tmp_path
 
 
 def served_by(url: str) -> int:
-    """Return the process that listens there."""
     done = subprocess.run(["ss", "-Hltnp", f"sport = :{httpx.URL(url).port}"], capture_output=True, text=True)
     return int(re.findall(r"pid=(\d+)", done.stdout)[0])
 

@@ -36,7 +36,6 @@ PROBES = ("/livez", "/readyz")
 
 
 def tool(name: str, *arguments: object, directory: Path) -> str:
-    """Run a tool where the machine has it; return what it prints, and fail where it does."""
     if not shutil.which(name):
         pytest.skip(f"{name} is not installed")
     done = subprocess.run([name, *map(str, arguments)], cwd=directory, capture_output=True, text=True, timeout=60)
@@ -45,14 +44,12 @@ def tool(name: str, *arguments: object, directory: Path) -> str:
 
 
 def served(arguments: list[str]) -> dict[str, Any]:
-    """Parse the arguments of `tfexport serve`."""
     _, command, _ = main.resolve_command(click.Context(main), ["serve"])
     assert command is not None
     return command.make_context("serve", list(arguments)).params
 
 
 def exposed() -> set[str]:
-    """Return the names of all samples that a server exposes."""
     metrics = Metrics()
     metrics.observer("m")
     metrics.watch({"m": Engine("m")})

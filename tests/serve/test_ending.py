@@ -89,7 +89,6 @@ async def test_replacing_leaves_a_thread_that_hangs_behind(
 async def test_an_old_thread_that_gives_signs_of_life_is_waited_for(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it takes: no request is lost."""
     expected, num_steps = text_of(model.generate(texts[:1])), 0
 
     def slow(_: Loop) -> None:

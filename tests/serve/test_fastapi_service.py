@@ -25,7 +25,6 @@ TEXT = "Dienstag, 3. März 2026"
 
 @pytest.fixture(scope="module")
 def client(dates_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of the service, which runs as the page says, until it is told to stop."""
     pytest.importorskip("fastapi", reason="fastapi is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -35,7 +35,6 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def metrics(dates_bundle: Path) -> Metrics:
-    """Return the metrics of an engine that has answered three texts, one of them a sample of two."""
     metrics = Metrics()
 
     async def use() -> None:

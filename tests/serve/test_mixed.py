@@ -54,21 +54,17 @@ SLOTS, BUDGETS = (1, 2, 4, 7, 16, 32, 64), (1, 40, 128, 100_000)
 
 @dataclass(frozen=True)
 class Asked:
-    """A source, text or ids, how it is decoded, and whether it streams."""
-
     source: str | tuple[int, ...]
     options: dict[str, Any]
     is_stream: bool
 
     @property
     def num_rows(self) -> int:
-        """Slots that it takes."""
         beams, several = self.options.get("num_beams", 1), self.options.get("num_return_sequences", 1)
         return beams * (several if {"do_sample", "return_alternatives"} & self.options.keys() else 1)
 
 
 def draw(model: Model, texts: list[str], count: int, rng: np.random.Generator) -> list[Asked]:
-    """Draw sources and options; a third streams where it may."""
     asked, spec = [], model.spec
     for _ in range(count):
         is_text = bool(texts) and bool(rng.random() < 0.6)
@@ -83,7 +79,6 @@ def draw(model: Model, texts: list[str], count: int, rng: np.random.Generator) -
 
 
 def alone(model: Model, one: Asked) -> list[Any]:
-    """Ask the model for this alone."""
     options = {name: value for name, value in one.options.items() if name != "prefix"}
     prefixes = [one.options["prefix"]] if "prefix" in one.options else None
     if isinstance(one.source, str):
@@ -92,8 +87,6 @@ def alone(model: Model, one: Asked) -> list[Any]:
 
 
 def same(found: list[Any], expected: list[Any]) -> bool:
-    """Compare ids, texts, ends and scores."""
-
     def said(answers: list[Any]) -> list[Any]:
         return [(one.token_ids, one.finish_reason, getattr(one, "text", None)) for one in answers]
 

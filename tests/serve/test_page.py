@@ -63,7 +63,6 @@ def page(browser: Browser, server: Running) -> Iterator[Page]:
 
 
 def said(page: Page, text: str | re.Pattern[str], place: str = "#answer") -> None:
-    """Wait until it is said."""
     from playwright.sync_api import expect
 
     expect(page.locator(place)).to_have_text(text, timeout=20_000)

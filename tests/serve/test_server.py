@@ -43,7 +43,6 @@ def server(dates_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def refused(*arguments: object) -> str:
-    """Return the one line that a command line is refused with."""
     result = CliRunner().invoke(main, ["serve", *map(str, arguments)])
     assert result.exit_code == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -124,7 +123,6 @@ def test_a_flood_is_answered_or_told_to_come_again(server: Running) -> None:
 
 
 def test_one_model_is_served_while_another_is_flooded(server: Running) -> None:
-    """They have a queue and a thread each; by how much the flood slows the other is measured, not tested."""
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client, ThreadPoolExecutor(20) as pool:
         body = {"text_input": DATE}
         flood = [pool.submit(client.post, "/v2/models/other/generate", json=body) for _ in range(400)]
@@ -186,7 +184,6 @@ def test_what_nobody_reads_is_given_up(dates_bundle: Path, tmp_path: Path) -> No
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """Return what comes, nothing once the other side has closed."""
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(4096)
     return b""
@@ -250,7 +247,9 @@ def test_it_warns_of_what_is_easily_forgotten(dates_bundle: Path, tmp_path: Path
     with running(tmp_path, *both, "--threads", cores, "--host", "0.0.0.0") as server:
         log = server.log.read_text()
         assert f"set --threads {max(1, cores // 2)}\n" in log
-        assert "accepts requests from other machines; set --token-file and --tls-cert unless you trust the network" in log
+        assert (
+            "accepts requests from other machines; set --token-file and --tls-cert unless you trust the network" in log
+        )
         assert httpx.get(f"http://127.0.0.1:{httpx.URL(server.url).port}/readyz").status_code == 200
 
 

@@ -174,7 +174,6 @@ def test_it_lives_while_it_loads_and_stops_at_once(dates_bundle: Path, tmp_path:
 
 
 def reloads(server: Running) -> list[str]:
-    """Return what the log says of each bundle that was to be replaced."""
     return [line for line in server.log.read_text().splitlines() if "model dates: " in line]
 
 

@@ -37,7 +37,6 @@ class Caller:
         self.num_asked = self.num_refused = 0
 
     async def ask(self) -> None:
-        """Submit once."""
         rng, engine = self.rng, self.engine
         text, kind, ways = self.texts[rng.integers(len(self.texts))], KINDS[rng.integers(len(KINDS))], rng.random()
         urgency = {"priority": float(rng.normal())}
@@ -72,17 +71,14 @@ class Caller:
             self.num_refused += 1
 
     async def generate(self, text: str, kind: dict[str, Any]) -> None:
-        """Ask and wait for the answer."""
         self.num_asked += 1
         await self.engine.generate(text, **kind)
 
     async def wait(self) -> None:
-        """Wait for nothing, for a turn of the event loop, or for some steps."""
         if self.rng.random() < 0.7:
             await asyncio.sleep(float(self.rng.exponential(0.003)) if self.rng.random() < 0.5 else 0)
 
     async def read(self, stream: AsyncIterator[str], most: int) -> None:
-        """Read some pieces, then leave."""
         num_read = 0
         async for _ in stream:
             num_read += 1

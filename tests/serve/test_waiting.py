@@ -141,7 +141,6 @@ async def test_a_reader_that_is_too_slow_is_cancelled(dates_bundle: Path, texts:
 async def test_a_clock_that_jumps_changes_nothing(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By sixty years and back whenever somebody looks."""
     jumps = itertools.cycle([0.0, 2e9])
     monkeypatch.setattr(time, "time", lambda: next(jumps))
     async with serving(dates_bundle) as engine:
@@ -174,17 +173,3 @@ async def test_who_waits_is_told_while_the_thread_hangs(
         await until(lambda: is_idle(engine))
         assert text_of(await engine.generate(texts[0], timeout_s=60)) == expected
     assert observer.counts == {"deadline": 3, "ok": 1}
-
-
-async def test_the_alarm_of_a_request_goes_with_it(random_bundle: Path) -> None:
-    async with serving(random_bundle) as engine:
-
-        def alarms() -> int:
-            return sum(not alarm.cancelled() for alarm in asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
-
-        before = alarms()
-        asked = [engine.submit_ids([5, 6], timeout_s=30) for _ in range(3)]
-        assert alarms() == before + 3
-        asked[2].cancel()
-        await asyncio.gather(*asked[:2])
-        assert alarms() == before

@@ -6,7 +6,6 @@ What they need is imported late: these tests are skipped where the packages of `
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,8 +34,6 @@ def _can_be_asked_elsewhere(request: pytest.FixtureRequest, url: str | None) -> 
 
 @pytest.fixture
 def serve(dates_bundle: Path, url: str | None) -> Serve:
-    """Return a function that serves a bundle for a minute at most."""
-
     from tests.serve.http.remote import elsewhere
     from tests.serve.http.served import serving
 
@@ -53,34 +50,10 @@ def serve(dates_bundle: Path, url: str | None) -> Serve:
 
 @pytest.fixture(scope="session")
 def address(dates_bundle: Path, url: str | None) -> Iterator[str]:
-    """Serve the bundle by uvicorn on loopback; return host and port."""
     if url:
         yield url.partition("://")[2]
         return
-    import uvicorn
+    from tests.serve.http.served import OFFERS, on_port
 
-    from tests.serve.http.served import OFFERS, serving
-
-    started, loop = threading.Event(), asyncio.new_event_loop()
-    ports: list[int] = []
-    leave = asyncio.Event()
-
-    async def run() -> None:
-        async with serving(dates_bundle, OFFERS) as served:
-            server = uvicorn.Server(uvicorn.Config(served.app, port=0, lifespan="off", log_level="error"))
-            task = asyncio.create_task(server.serve())
-            while not server.started:
-                await asyncio.sleep(0.01)
-            ports.append(server.servers[0].sockets[0].getsockname()[1])
-            started.set()
-            await leave.wait()
-            server.should_exit = True
-            await task
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    assert started.wait(60)
-    yield f"127.0.0.1:{ports[0]}"
-    loop.call_soon_threadsafe(leave.set)
-    thread.join()
-    loop.close()
+    with on_port(dates_bundle, "dates", http=OFFERS) as found:
+        yield found

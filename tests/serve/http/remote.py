@@ -29,8 +29,6 @@ class Scraped:
         self._before = self._samples()
 
     def total(self, metric: str, model: str) -> float:
-        """Return what `Metrics.total` does."""
-
         def sum_of(samples: list[tuple[str, str, str]]) -> float:
             own = f'model="{model}"'
             return sum(float(value) for name, labels, value in samples if name == metric and own in labels)

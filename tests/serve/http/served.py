@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import uvicorn
 from starlette.applications import Starlette
 
 from tfexport.serve.app import build_app
@@ -22,8 +24,6 @@ OFFERS = HttpConfig(completions=True, translate=True)
 
 
 class Asking:
-    """A client of the model `dates`."""
-
     client: httpx.AsyncClient
 
     async def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
@@ -51,6 +51,36 @@ async def serving(bundle: Path, http: HttpConfig | None = None, **config: Any) -
         yield Served(client, engine, metrics, app)
 
 
+@contextmanager
+def on_port(bundle: Path, *names: str, http: HttpConfig | None = None, **config: Any) -> Iterator[str]:
+    """Serve a bundle under some names by uvicorn in a thread; yield host and port."""
+    metrics = Metrics()
+    engines = {
+        name: Engine(bundle, ServingConfig(**config), observer=metrics.observer(name), threads=1) for name in names
+    }
+    server = uvicorn.Server(
+        uvicorn.Config(build_app(engines, http, metrics), port=0, lifespan="off", log_level="error")
+    )
+
+    async def serve() -> None:
+        for engine in engines.values():
+            await engine.start()
+        await server.serve()
+        for engine in engines.values():
+            await engine.drain(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.02)
+        yield f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
 # The fixture `serve`.
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
@@ -72,7 +102,6 @@ class Exchange:
         self._leave.set()
 
     def leave_half_said(self) -> None:
-        """Go away before the body is whole."""
         half = self.content[: len(self.content) // 2]
         self._unread = [{"type": "http.request", "body": half, "more_body": True}]
         self._leave.set()

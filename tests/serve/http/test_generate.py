@@ -31,7 +31,6 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def events(body: str) -> list[dict[str, Any]]:
-    """Read server-sent events that are data alone."""
     assert body.endswith("\n\n")
     lines = body[:-2].split("\n\n")
     assert all(line.startswith("data: ") for line in lines)

@@ -25,8 +25,6 @@ async def codes(client: httpx.AsyncClient, paths: tuple[str, ...]) -> set[int]:
 async def test_one_of_two_models_that_has_failed_is_for_a_new_process(
     dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one answers until then."""
-
     def broken(_: Loop) -> None:
         raise MemoryError("out of memory")
 

@@ -33,7 +33,6 @@ class Steps:
         time.sleep(STEP_S)
 
     async def reach(self, rows: int) -> None:
-        """Wait until steps have so many rows."""
         while not self.rows or self.rows[-1] != rows:
             await asyncio.sleep(STEP_S / 10)
 

@@ -246,15 +246,6 @@ async def test_who_comes_too_late_is_503(serve: Serve) -> None:
         assert answer.headers["retry-after"] == "1"
 
 
-async def test_a_server_that_leaves_is_not_ready_and_still_answers(serve: Serve) -> None:
-    async with serve() as served:
-        assert (await served.client.get("/readyz")).status_code == 200
-        served.app.state.service.is_leaving = True
-        assert (await served.client.get("/readyz")).status_code == 503
-        assert (await served.client.get("/v2/models/dates/ready")).status_code == 503
-        assert (await served.post("generate", {"text_input": TEXT})).status_code == 200
-
-
 async def test_deadlines_are_504(serve: Serve) -> None:
     async with serve(HttpConfig(max_timeout_s=0.001)) as served:
         check(await served.post("generate", {"text_input": TEXT, "parameters": {"timeout_ms": 0.01}}), 504, "exceeded")
