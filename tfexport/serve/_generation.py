@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from tfexport.decode.offline import alternatives
 from tfexport.decode.request import Request, Status
@@ -38,7 +38,7 @@ class Generation(Generic[Item, Answer]):
         answers: Callable[[Sequence[Hypothesis]], list[Any]] = list,
         pieces: Pieces | None = None,
         buffer: int = 0,
-        leave: Callable[[Generation[Any, Any], TfexportError], None] | None = None,
+        leave: Callable[[AnyGeneration, TfexportError], None] | None = None,
     ) -> None:
         """Create a waiting generation.
 
@@ -166,10 +166,13 @@ class Generation(Generic[Item, Answer]):
         await self._changed.wait()
 
 
+AnyGeneration: TypeAlias = Generation[Any, Any]
+
+
 class Event(NamedTuple):
     """New stream tokens of a generation, and its outcome if it ended."""
 
-    generation: Generation[Any, Any]
+    generation: AnyGeneration
     token_ids: tuple[int, ...] = ()
     outcome: list[Hypothesis] | TfexportError | None = None
 

@@ -11,13 +11,14 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 from tfexport.decode.loop import JOIN_SHARE, Loop, Update
 from tfexport.decode.request import Request, Status
 from tfexport.errors import BackendError, EngineFailed, InputError, QueueFull, ServingError, TfexportError
 from tfexport.runtime.session import Session
-from tfexport.serve._generation import Event, Generation
+from tfexport.serve._generation import AnyGeneration as Job
+from tfexport.serve._generation import Event
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.observer import Observer
 
@@ -33,7 +34,8 @@ HELD_STEPS = 8
 # Number of departures that the queue's rate is estimated from.
 RATE_WINDOW = 64
 MAX_RETRY_AFTER_S = 60
-Job = Generation[Any, Any]
+Publish: TypeAlias = Callable[[list[Event]], None]
+Fail: TypeAlias = Callable[[EngineFailed], None]
 
 
 class WaitingQueue:
@@ -61,11 +63,9 @@ class WaitingQueue:
                 self._departed.clear()
             tokens = self._num_tokens + job.source_length * job.num_sources
             if len(self._jobs) >= self._max_jobs or (self._jobs and tokens > self._max_tokens):
-                raise QueueFull(
-                    f"{len(self._jobs)} requests with {self._num_tokens} source tokens are waiting, the limits are "
-                    f"{self._max_jobs} and {self._max_tokens}; try again later",
-                    retry_after_s=self._retry_after_s(),
-                )
+                got = f"{len(self._jobs)} requests with {self._num_tokens} source tokens are waiting"
+                problem = f"{got}, the limits are {self._max_jobs} and {self._max_tokens}; try again later"
+                raise QueueFull(problem, retry_after_s=self._retry_after_s())
             insort(self._jobs, job, key=lambda job: job.arrived - job.priority)
             self._count(job, 1)
             self._changed.notify()
@@ -278,27 +278,17 @@ class Scheduler:
 class Worker:
     """Decode queued requests on a thread until the queue is closed."""
 
-    def __init__(
-        self,
-        session: Session,
-        config: ServingConfig,
-        observer: Observer,
-        publish: Callable[[list[Event]], None],
-        fail: Callable[[EngineFailed], None],
-    ) -> None:
+    def __init__(self, session: Session, config: ServingConfig, observer: Observer, emit: Publish, fail: Fail) -> None:
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
         self.failure: BaseException | None = None  # the error that ended the thread
         self._scheduler = Scheduler(session, self.waiting, config, observer)
-        self._publish, self._fail = publish, fail
+        self.slots = self._scheduler.slots
+        self._emit, self._fail = emit, fail
         self._idle_s = min(IDLE_S, config.stall_s / 2)
         self._is_aborted = False
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="tfexport-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def slots(self) -> int:
-        return self._scheduler.slots
 
     @property
     def num_rows(self) -> int:
@@ -321,7 +311,7 @@ class Worker:
     def _step(self) -> None:
         # Local variables of `_run` would keep the last generations and their engine alive.
         if events := self._scheduler.step():
-            self._publish(events)
+            self._emit(events)
 
     def _run(self) -> None:
         try:

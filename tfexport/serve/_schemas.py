@@ -65,10 +65,8 @@ def _problems(error: ValidationError) -> list[str]:
         if kind == "json_invalid":
             return [f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}"]
         place = "".join(_place(one["loc"]))
-        if kind == "extra_forbidden":
-            problems[f"unknown key {place}"] = []
-        elif kind == "missing":
-            problems[f"missing key {place}"] = []
+        if kind in ("extra_forbidden", "missing"):
+            problems[f"{'missing' if kind == 'missing' else 'unknown'} key {place}"] = []
         elif kind == "value_error":
             problems[f"{place}: {message}" if place else message] = []
         else:
@@ -97,15 +95,14 @@ def _schema(kind: Any, marks: tuple[Any, ...] = ()) -> Any:
         return reduce(or_, (_schema(part, marks) for part in parts))
     if typing.get_origin(kind) is tuple:
         return list[_schema(parts[0], marks)]  # type: ignore[misc]
-    return reduce(lambda one, mark: Annotated[one, mark], marks, kind) if kind in (int, float) else kind
+    return Annotated[kind, *marks] if marks and kind in (int, float) else kind
 
 
-def _options() -> dict[str, Any]:
-    hints = typing.get_type_hints(DecodeConfig, include_extras=True)
-    return {
-        one.name: (_schema(hints[one.name]), Field(default=None, validate_default=False, description=one.help))
-        for one in config.settings(DecodeConfig)
-    }
+_HINTS = typing.get_type_hints(DecodeConfig, include_extras=True)
+_OPTIONS: dict[str, Any] = {
+    option.name: (_schema(_HINTS[option.name]), Field(default=None, validate_default=False, description=option.help))
+    for option in config.settings(DecodeConfig)
+}
 
 
 class Request(Body):
@@ -117,12 +114,13 @@ class Request(Body):
     timeout: float = Field(default=0.0, gt=0, description="Time limit in microseconds, for clients of Triton.")
 
 
-Parameters = create_model("Parameters", __base__=Request, __doc__="Options of a request.", **_options())
-InferParameters = create_model(
-    "InferParameters",
-    __base__=Parameters,
-    binary_data_output=(bool, Field(default=False, description="Send outputs as binary data.")),
-)
+Parameters = create_model("Parameters", __base__=Request, __doc__="Options of a request.", **_OPTIONS)
+
+
+class InferParameters(Parameters):  # type: ignore[misc, valid-type]
+    """Options of a request with tensors."""
+
+    binary_data_output: bool = Field(default=False, description="Send outputs as binary data.")
 
 
 class Sourced(Body):
@@ -210,12 +208,9 @@ class Input(Body):
     def read(self, binary: memoryview) -> Tensor:
         """Return the tensor; binary values are the first bytes of `binary`."""
         name, size = shortened(self.name)[1:-1], self.parameters.binary_data_size
-        if size is None:
-            values = self._from_json(name)
-        elif size > len(binary):
+        if size is not None and size > len(binary):
             raise InvalidRequestError(f"input {name}: binary_data_size is {size}, but {len(binary)} bytes remain")
-        else:
-            values = self._from_bytes(name, binary[:size])
+        values = self._from_json(name) if size is None else self._from_bytes(name, binary[:size])
         if len(values) != math.prod(self.shape):
             raise InvalidRequestError(f"input {name} has {len(values)} values, its shape is {self.shape}")
         return Tensor(self.name, self.datatype, tuple(self.shape), values)
@@ -289,7 +284,7 @@ class InferRequest(Body):
     id: str | None = Field(default=None, description="Returned in the response.")
     inputs: list[Input] = Field(min_length=1)
     outputs: list[Output] = Field(default=[], description="Outputs to return; all if empty.")
-    parameters: InferParameters = InferParameters()  # type: ignore[valid-type]
+    parameters: InferParameters = InferParameters()
     _tensors: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     @property

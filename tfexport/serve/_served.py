@@ -14,23 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from tfexport import errors
 from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import (
-    BackendError,
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    Draining,
-    InputError,
-    ParityError,
-    QueueFull,
-    ServingError,
-    TfexportError,
-)
+from tfexport.errors import ServingError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
-from tfexport.serve._generation import Event, Generation
+from tfexport.serve._generation import AnyGeneration, Event
 from tfexport.serve._scheduler import Worker
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.observer import Observer, Outcome
@@ -44,13 +34,13 @@ MAX_WAITING = 8
 NUM_RECORDED = 8
 WARM_UP_TOKENS = 4
 _OUTCOMES: dict[type[BaseException], Outcome] = {
-    QueueFull: "queue_full",
-    Draining: "draining",
-    DeadlineExceeded: "deadline",
-    Cancelled: "cancelled",
+    errors.QueueFull: "queue_full",
+    errors.Draining: "draining",
+    errors.DeadlineExceeded: "deadline",
+    errors.Cancelled: "cancelled",
     asyncio.CancelledError: "cancelled",
-    InputError: "invalid",
-    ConfigError: "invalid",
+    errors.InputError: "invalid",
+    errors.ConfigError: "invalid",
 }
 
 
@@ -59,19 +49,19 @@ class Alignments:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-align")
-        self.pending: set[asyncio.Future[Any]] = set()
+        self.pending: set[asyncio.Task[Any]] = set()
+        self._reason: ServingError | None = None
 
     def check_room(self, most: int) -> None:
         if len(self.pending) > most:
-            raise QueueFull(f"{most} alignments are waiting, which is the limit; try again later")
+            raise errors.QueueFull(f"{most} alignments are waiting, which is the limit; try again later")
 
-    def submit(self, compute: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue a computation; it is skipped if its future is cancelled first."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        self.pending.add(future)
-        future.add_done_callback(self.pending.discard)
-        self._executor.submit(self._compute, compute, future)
-        return future
+    def submit(self, compute: Callable[[], T]) -> asyncio.Task[T]:
+        """Queue a computation; it is skipped if its task is cancelled first."""
+        task = self._loop.create_task(self._compute(compute))
+        self.pending.add(task)
+        task.add_done_callback(self.pending.discard)
+        return task
 
     async def join(self, end: float, hang_s: float) -> bool:
         """Wait until `end`, at most `hang_s` for each; return whether all have ended."""
@@ -83,54 +73,45 @@ class Alignments:
         return True
 
     def close(self, reason: ServingError) -> None:
-        """Stop after the current computation; open futures raise `reason`."""
+        """Stop after the current computation; pending tasks raise `reason`."""
+        self._reason = reason
+        for task in self.pending:
+            task.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
-        for future in tuple(self.pending):
-            if not future.done():
-                future.set_exception(copy.copy(reason))
 
-    def _compute(self, compute: Callable[[], T], future: asyncio.Future[T]) -> None:
-        if future.done():  # it was cancelled
-            return
-        settle: Callable[[], None]
+    async def _compute(self, compute: Callable[[], T]) -> T:
         try:
-            settle = partial(future.set_result, compute())
-        except Exception as error:  # noqa: BLE001 - the future raises it
-            settle = partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the event loop may be closed
-            self._loop.call_soon_threadsafe(lambda: None if future.done() else settle())
+            return await self._loop.run_in_executor(self._executor, compute)
+        except asyncio.CancelledError:
+            if self._reason:
+                raise copy.copy(self._reason) from None
+            raise
 
 
 class Served:
     """A model, its threads, and its open requests; used on one event loop only."""
 
-    def __init__(
-        self, model: Model, loop: asyncio.AbstractEventLoop, config: ServingConfig, observer: Observer
-    ) -> None:
+    def __init__(self, model: Model, config: ServingConfig, observer: Observer) -> None:
+        loop = asyncio.get_running_loop()
         self.model, self.alignments = model, Alignments(loop)
-        self.worker = Worker(
-            model.session, config, observer, _on_loop(loop, self._deliver), _on_loop(loop, self._end_all)
-        )
+        callbacks = _on_loop(loop, self._deliver), _on_loop(loop, self._end_all)
+        self.worker = Worker(model.session, config, observer, *callbacks)
         self._config, self._observer = config, observer
-        self._open: dict[Generation[Any, Any], asyncio.TimerHandle | None] = {}  # with its timer for the deadline
+        self.open: dict[AnyGeneration, asyncio.TimerHandle | None] = {}  # with its timer for the deadline
         self._is_answered = True
         # Open requests refer to this object through `end`, so the thread runs until they are answered.
-        weakref.finalize(self, self.worker.abort, Draining("the engine was deleted")).atexit = False
+        weakref.finalize(self, self.worker.abort, errors.Draining("the engine was deleted")).atexit = False
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def begin(self, generation: Generation[Any, Any]) -> None:
+    def begin(self, generation: AnyGeneration) -> None:
         self.worker.waiting.put(generation)
-        self._open[generation] = None
+        self.open[generation] = None
         if generation.deadline < math.inf:  # the thread checks it too, but only between steps
             left_s = generation.deadline - time.monotonic()
-            self._open[generation] = asyncio.get_running_loop().call_later(left_s, self._end_late, generation)
+            self.open[generation] = asyncio.get_running_loop().call_later(left_s, self._end_late, generation)
         with self._own_errors(generation):
             generation.begin()
 
-    def end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
+    def end(self, generation: AnyGeneration, reason: TfexportError) -> None:
         self._close(generation)
         self.worker.waiting.cancel(generation)
         generation.finish(reason)
@@ -165,13 +146,13 @@ class Served:
 
     def _deliver(self, events: list[Event]) -> None:
         for generation, token_ids, outcome in events:
-            if generation in self._open:  # otherwise it has already ended
+            if generation in self.open:  # otherwise it has already ended
                 with self._own_errors(generation):
                     if token_ids:
                         generation.receive(token_ids)
                     self._take(generation, outcome)
 
-    def _take(self, generation: Generation[Any, Any], outcome: list[Hypothesis] | TfexportError | None) -> None:
+    def _take(self, generation: AnyGeneration, outcome: list[Hypothesis] | TfexportError | None) -> None:
         if isinstance(outcome, TfexportError):
             self.end(generation, outcome)
         elif outcome is not None and generation.request.config.replace_unknowns:
@@ -180,13 +161,15 @@ class Served:
         elif outcome is not None:
             self._answer(generation, outcome, generation.answers(outcome))
         elif generation.is_behind:
-            self.end(generation, Cancelled("the stream was read too slowly; read each item as soon as it is sent"))
+            self.end(
+                generation, errors.Cancelled("the stream was read too slowly; read each item as soon as it is sent")
+            )
 
     def _take_aligned(
-        self, generation: Generation[Any, Any], hypotheses: list[Hypothesis], answers: asyncio.Future[list[Any]]
+        self, generation: AnyGeneration, hypotheses: list[Hypothesis], answers: asyncio.Task[list[Any]]
     ) -> None:
         error = answers.exception()
-        if generation not in self._open:
+        if generation not in self.open:
             return
         if isinstance(error, TfexportError):
             self.end(generation, error)
@@ -194,7 +177,7 @@ class Served:
         with self._own_errors(generation):
             self._answer(generation, hypotheses, answers.result())
 
-    def _answer(self, generation: Generation[Any, Any], hypotheses: list[Hypothesis], answers: list[Any]) -> None:
+    def _answer(self, generation: AnyGeneration, hypotheses: list[Hypothesis], answers: list[Any]) -> None:
         generation.finish(answers)
         self._close(generation)
         now, prefix_len = time.monotonic(), len(generation.request.prompt) - 1 - generation.request.num_forced
@@ -203,30 +186,30 @@ class Served:
         reason = hypotheses[0].finish_reason
         self._observer.ended("ok", reason, now - generation.arrived, sum(lengths), per_token_s)
 
-    def _end_late(self, generation: Generation[Any, Any]) -> None:
-        if generation in self._open:
+    def _end_late(self, generation: AnyGeneration) -> None:
+        if generation in self.open:
             self.end(generation, generation.late())
 
     def _end_all(self, reason: TfexportError) -> None:
-        for generation in tuple(self._open):
+        for generation in tuple(self.open):
             self._is_answered = False
             self.end(generation, copy.copy(reason))
 
-    def _close(self, generation: Generation[Any, Any]) -> None:
-        if timer := self._open.pop(generation):
+    def _close(self, generation: AnyGeneration) -> None:
+        if timer := self.open.pop(generation):
             timer.cancel()
 
     @contextlib.contextmanager
-    def _own_errors(self, generation: Generation[Any, Any]) -> Iterator[None]:
+    def _own_errors(self, generation: AnyGeneration) -> Iterator[None]:
         """End only this generation if its answer cannot be built."""
         try:
             yield
         except Exception as error:
             logger.exception("an answer could not be decoded to text")
-            self.end(generation, BackendError(f"the answer could not be decoded to text: {error!r}"))
+            self.end(generation, errors.BackendError(f"the answer could not be decoded to text: {error!r}"))
 
 
-def _answers(generation: Generation[Any, Any], hypotheses: list[Hypothesis]) -> list[Any]:
+def _answers(generation: AnyGeneration, hypotheses: list[Hypothesis]) -> list[Any]:
     return [] if generation.is_done else generation.answers(hypotheses)
 
 
@@ -253,7 +236,7 @@ def prepare(model: Model, slots: int) -> None:
     """Warm a model up with one row and with all slots, and check its recorded texts."""
     spec, tokenizer = model.spec, model.tokenizer
     if not spec.has_decoder:
-        raise InputError("the bundle is an encoder alone and generates no text; use tfexport embed")
+        raise errors.InputError("the bundle is an encoder alone and generates no text; use tfexport embed")
     source = [spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0]
     num_tokens = min(WARM_UP_TOKENS, spec.max_target_length)
     warm_up = DecodeConfig(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
@@ -273,7 +256,5 @@ def prepare(model: Model, slots: int) -> None:
     for sample, (best,) in zip(samples, outputs, strict=True):
         token_ids = best.token_ids[: len(sample.target_ids)]
         if token_ids != sample.target_ids:
-            raise ParityError(
-                f"the output of recorded text {sample.text!r} is {tokenizer.decode(token_ids)!r}, expected "
-                f"{sample.output!r}; run tfexport verify"
-            )
+            problem = f"the output of recorded text {sample.text!r} is {tokenizer.decode(token_ids)!r}"
+            raise errors.ParityError(f"{problem}, expected {sample.output!r}; run tfexport verify")

@@ -15,21 +15,13 @@ from tfexport.decode.align import Alignment
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
-from tfexport.errors import (
-    DeadlineExceeded,
-    Draining,
-    EngineFailed,
-    InputError,
-    TfexportError,
-    raise_all,
-    shortened,
-)
+from tfexport.errors import DeadlineExceeded, Draining, EngineFailed, InputError, TfexportError, raise_all, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.model.result import Result, result_of
-from tfexport.serve._generation import Generation, num_rows
+from tfexport.serve._generation import AnyGeneration, Generation, num_rows
 from tfexport.serve._served import MAX_WAITING, Served, outcome_of, prepare
 from tfexport.serve.config import MAX_S, ServingConfig
 from tfexport.serve.observer import Observer, guarded
@@ -100,7 +92,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Number of requests that are being decoded."""
-        return sum(served.num_open for served in self._all_served) - self.num_waiting
+        return sum(len(served.open) for served in self._all_served) - self.num_waiting
 
     @property
     def slots(self) -> int:
@@ -113,11 +105,7 @@ class Engine:
         return sum(served.worker.num_rows for served in self._all_served)
 
     async def start(self) -> Self:
-        """Load the bundle, warm it up, check its recorded texts, and accept requests.
-
-        Raises:
-            TfexportError: the bundle cannot be loaded, or its results differ from the recorded ones.
-        """
+        """Load the bundle, warm it up, check its recorded texts, and accept requests."""
         if self._loop or self.state != "starting":
             raise EngineFailed("an engine can be started only once; create another one")
         self._loop = asyncio.get_running_loop()
@@ -126,16 +114,10 @@ class Engine:
         return self
 
     async def replace(self, bundle: str | PathLike[str] | None = None) -> None:
-        """Load and serve another bundle without losing requests.
+        """Load and serve another bundle, or the current path again.
 
         The old model answers the requests that it has accepted. If its thread hangs, they raise `Draining` after
-        `hang_s` seconds, and the old model is not closed.
-
-        Args:
-            bundle: path of the new bundle; None to reload the current path.
-
-        Raises:
-            TfexportError: the new bundle cannot be served; the engine continues with the old one.
+        `hang_s` seconds, and the old model is not closed. After an error, the engine continues with the old model.
         """
         self._check_loop()
         async with self._replacing:
@@ -147,14 +129,9 @@ class Engine:
             self._retiring.remove(old)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests, finish the accepted ones, and stop.
+        """Finish the accepted requests and stop; return whether all were answered.
 
-        Args:
-            timeout_s: seconds after which unfinished requests raise `Draining`; None to wait while the engine's thread
-                makes progress.
-
-        Returns:
-            Whether all accepted requests were answered.
+        Requests that are open after `timeout_s` raise `Draining`; None waits while the engine's thread makes progress.
         """
         if self._served is None or self._state == "stopped":
             self._state = "stopped"
@@ -264,16 +241,8 @@ class Engine:
     ) -> Alignment:
         """Align the tokens of a source and a target, as `Model.align` does.
 
-        Pairs are aligned one at a time, concurrently with the running batches.
-
-        Args:
-            source: text, or token ids with special tokens.
-            target: text if the source is a text, or token ids without the start token.
-            timeout_s: time limit; the engine's limit applies if it is lower.
-
-        Raises:
-            ConfigError: the bundle was exported without alignment, or the backend does not support it.
-            TfexportError: see `submit`.
+        Source ids include special tokens, and target ids exclude the start token. Pairs are aligned one at a time,
+        concurrently with the running batches.
         """
         start = time.monotonic()
         with self._refusals():
@@ -286,9 +255,8 @@ class Engine:
                 async with asyncio.timeout(None if limit_s == math.inf else limit_s):
                     alignment = await served.alignments.submit(partial(_align, served.model, source, target))
             except TimeoutError:
-                raise DeadlineExceeded(
-                    f"the time limit of {limit_s:.3g} s was exceeded before the alignment; try again later"
-                ) from None
+                problem = f"the time limit of {limit_s:.3g} s was exceeded before the alignment"
+                raise DeadlineExceeded(f"{problem}; try again later") from None
         self._observer.aligned(time.monotonic() - start)
         return alignment
 
@@ -298,7 +266,6 @@ class Engine:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Report requests that are refused, or cancelled by the waiting task."""
         start = time.monotonic()
         try:
             yield
@@ -334,7 +301,7 @@ class Engine:
         if self._state == state:
             model = await asyncio.to_thread(load_model)
             if self._state == state:
-                return Served(model, asyncio.get_running_loop(), self.config, self._observer)
+                return Served(model, self.config, self._observer)
             model.close()
         raise Draining(refusal)
 
@@ -349,7 +316,7 @@ class Engine:
         timeout_s: float | None,
         answers: Callable[[Sequence[Hypothesis]], list[Any]],
         pieces: Pieces | None,
-    ) -> Generation[Any, Any]:
+    ) -> AnyGeneration:
         raise_all(InputError, "request", self._problems(decoding, stream, priority, timeout_s))
         model = self.model
         text_of = model.tokenizer.decode if model.tokenizer else None
@@ -357,7 +324,7 @@ class Engine:
         request.stream = bool(stream)
         now = time.monotonic()
         callbacks: dict[str, Any] = {"answers": answers, "pieces": pieces, "leave": self._current.end}
-        generation: Generation[Any, Any] = Generation(
+        generation: AnyGeneration = Generation(
             request, now, priority, now + self._limit_s(timeout_s), buffer=self.config.stream_buffer, **callbacks
         )
         self._check_loop()
@@ -371,9 +338,8 @@ class Engine:
         if decoding.num_beams > self.config.max_num_beams:
             problems.append(f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it")
         if (rows := num_rows(decoding)) > self.slots:
-            problems.append(
-                f"the request needs {rows} slots, the engine has {self.slots}; lower num_beams or num_return_sequences"
-            )
+            problem = f"the request needs {rows} slots, the engine has {self.slots}"
+            problems.append(f"{problem}; lower num_beams or num_return_sequences")
         if stream:
             problems += [
                 f"{name} is {getattr(decoding, name)}, but a stream returns only one answer; set it to 1"

@@ -170,9 +170,8 @@ def check_finite(name: str, values: Iterable[Any]) -> None:
 
 def _sources(tensors: Mapping[str, Tensor]) -> list[Source]:
     if ("text_input" in tensors) == ("input_ids" in tensors):
-        raise InvalidRequestError(
-            f"the inputs are {', '.join(tensors)[:200] or 'none'}; expected text_input or input_ids"
-        )
+        names = ", ".join(tensors)[:200] or "none"
+        raise InvalidRequestError(f"the inputs are {names}; expected text_input or input_ids")
     if "text_input" in tensors:
         if "input_lengths" in tensors:
             raise InvalidRequestError("input_lengths is set with text_input, expected with input_ids")

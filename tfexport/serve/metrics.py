@@ -40,12 +40,8 @@ class Metrics(Collector):
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "tfexport_requests",
-            "Ended requests, by outcome and by the finish_reason of the generated text.",
-            ("model", "outcome", "finish_reason"),
-            registry=registry,
-        )
+        outcomes = ("model", "outcome", "finish_reason")
+        self.requests = Counter("tfexport_requests", "Ended requests.", outcomes, registry=registry)
         self.times = {
             name: Histogram(f"tfexport_{name}_seconds", help_text, ("model",), buckets=BUCKETS, registry=registry)
             for name, help_text in _TIMES.items()
@@ -54,8 +50,8 @@ class Metrics(Collector):
             "tfexport_step_batch_size", "Rows of a decoder step.", ("model",), buckets=ROWS, registry=registry
         )
         self.tokens = {
-            side: Counter(f"tfexport_{side}_tokens", f"{verb} tokens.", ("model",), registry=registry)
-            for side, verb in {"source": "Encoded", "target": "Generated"}.items()
+            "source": Counter("tfexport_source_tokens", "Encoded tokens.", ("model",), registry=registry),
+            "target": Counter("tfexport_target_tokens", "Generated tokens.", ("model",), registry=registry),
         }
         self._observers: dict[str, _Counts] = {}
         self._engines: Mapping[str, Engine] = {}

@@ -79,7 +79,21 @@ class BearerTokens:
 
     def reload(self) -> None:
         """Read the file again; if that raises `ConfigError`, keep the old tokens."""
-        self._tokens = _read(self._path)
+        path = self._path
+        try:
+            lines = path.read_text(encoding="ascii").split()
+            mode = stat.S_IMODE(path.stat().st_mode)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+            raise ConfigError(f"token file {path}: cannot be read: {reason}") from error
+        wrong = [number for number, line in enumerate(lines, 1) if not _TOKEN.fullmatch(line)]
+        if wrong or not lines:
+            problem = f"token {wrong[0]} is not valid" if wrong else "it has no token"
+            expected = f"{MIN_CHARACTERS} or more letters, digits and -._~+/ on each line"
+            raise ConfigError(f"token file {path}: {problem}, expected {expected}; make one with openssl rand -hex 32")
+        if mode & 0o077:
+            logger.warning("token file %s can be read by others (mode %o); chmod 600 %s", path, mode, path)
+        self._tokens = [line.encode() for line in lines]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app, or answer 401 if the token is missing or unknown."""
@@ -96,20 +110,3 @@ class BearerTokens:
         # A list, so that the time does not depend on which token matches.
         matches = [hmac.compare_digest(sent.strip().encode(), token) for token in self._tokens]
         return scheme.lower() == "bearer" and any(matches)
-
-
-def _read(path: Path) -> list[bytes]:
-    try:
-        lines = path.read_text(encoding="ascii").split()
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ConfigError(f"token file {path}: cannot be read: {reason}") from error
-    wrong = [number for number, line in enumerate(lines, 1) if not _TOKEN.fullmatch(line)]
-    if wrong or not lines:
-        problem = f"token {wrong[0]} is not valid" if wrong else "it has no token"
-        expected = f"{MIN_CHARACTERS} or more letters, digits and -._~+/ on each line"
-        raise ConfigError(f"token file {path}: {problem}, expected {expected}; make one with openssl rand -hex 32")
-    if stat.S_IMODE(mode) & 0o077:
-        logger.warning("token file %s can be read by others (mode %o); chmod 600 %s", path, stat.S_IMODE(mode), path)
-    return [line.encode() for line in lines]

@@ -39,7 +39,6 @@ GRACE_S = 2
 SEND_BUFFER_BYTES = 128 * 1024
 # Source of the example request if the bundle has no recorded text or no tokenizer.
 _SOME_TEXT, _SOME_IDS = "Hello", [1, 2, 3]
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Server:
@@ -101,11 +100,12 @@ class Server:
 
     async def _run(self, listener: socket.socket) -> bool:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        url, start = _url_of(listener, self._config), time.monotonic()
+        (host, port, *_), start = listener.getsockname(), time.monotonic()
+        scheme = "https" if self._config.tls_cert else "http"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         with self._signals():
             self._report(f"listening on {url}, not ready yet")
-            if warning := _network_warning(self._config):
-                logger.warning(warning)
+            _warn_of_network(self._config)
             serving = asyncio.create_task(self._uvicorn.serve([listener]))
             try:
                 await self._load()
@@ -128,8 +128,7 @@ class Server:
             for name, engine in self._engines.items():
                 await engine.start()
                 self._report(_model_line(name, engine))
-            if warning := _threads_warning(self._engines.values()):
-                logger.warning(warning)
+            _warn_of_threads(self._engines.values())
         except TfexportError:
             await asyncio.gather(*(engine.drain(0) for engine in self._engines.values()))
             raise
@@ -177,9 +176,7 @@ class Server:
         except OSError as error:  # ssl.SSLError is one
             reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
             files = " and ".join(str(path) for path in (self._config.tls_cert, self._config.tls_key) if path)
-            raise ConfigError(
-                f"TLS: {files} cannot be used: {reason}; pass PEM files of a certificate and its key"
-            ) from error
+            raise ConfigError(f"TLS: {files} cannot be used: {reason}; pass a certificate and key in PEM") from error
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -213,9 +210,8 @@ class Server:
 def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> socket.socket:
     """Bind the address; clients that connect wait until the server runs."""
     try:
-        family, *_, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=kind, flags=flags)[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
@@ -228,11 +224,6 @@ def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> s
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only: closes connections whose client does not read
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(max_send_s * 1000))
     return listener
-
-
-def _url_of(listener: socket.socket, config: ServerConfig) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{'https' if config.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextlib.contextmanager
@@ -255,14 +246,12 @@ def _leave(code: int, line: str = "") -> NoReturn:
 # ---- status lines
 
 
-def _threads_warning(engines: Collection[Engine]) -> str | None:
+def _warn_of_threads(engines: Collection[Engine]) -> None:
     cores = available_cores()
-    num_threads = sum(engine.model.threads.decoder for engine in engines if engine.model.threads)
-    if num_threads <= cores:
-        return None
-    models = "the model uses" if len(engines) == 1 else f"{len(engines)} models use"
-    best = max(1, cores // len(engines))
-    return f"{models} {num_threads} threads on {cores} cores, which is slow under load; set --threads {best}"
+    used = sum(engine.model.threads.decoder for engine in engines if engine.model.threads)
+    if used > cores:
+        remedy = f"set --threads {max(1, cores // len(engines))}"
+        logger.warning("the models use %d threads on %d cores, which is slow under load; %s", used, cores, remedy)
 
 
 def _model_line(name: str, engine: Engine) -> str:
@@ -274,12 +263,12 @@ def _model_line(name: str, engine: Engine) -> str:
     )
 
 
-def _network_warning(config: ServerConfig) -> str | None:
+def _warn_of_network(config: ServerConfig) -> None:
     options = {"--token-file": config.token_file, "--tls-cert": config.tls_cert}
     missing = " and ".join(option for option, value in options.items() if value is None)
-    if config.host in _LOOPBACK or not missing:
-        return None
-    return f"host {config.host} accepts requests from other machines; set {missing} unless you trust the network"
+    if missing and config.host not in ("127.0.0.1", "::1", "localhost"):
+        problem = f"host {config.host} accepts requests from other machines"
+        logger.warning("%s; set %s unless you trust the network", problem, missing)
 
 
 def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:

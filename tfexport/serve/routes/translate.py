@@ -10,14 +10,18 @@ from starlette.responses import JSONResponse, Response
 
 from tfexport.errors import shortened
 from tfexport.serve._schemas import TranslateRequest
-from tfexport.serve.http import RequestError, Service, answers_of, service_of
+from tfexport.serve.http import RequestError, answers_of, service_of
 from tfexport.serve.inference import arguments, submit_all
 
 
 async def translate(request: Request, data: TranslateRequest) -> Response:
     """Translate one or more texts, with alternatives."""
     service, is_one = service_of(request), isinstance(data.q, str)
-    name, texts = _model_name(service, data), [data.q] if isinstance(data.q, str) else data.q
+    name, texts = f"{data.source}-{data.target}", [data.q] if isinstance(data.q, str) else data.q
+    if len(service.engines) == 1:
+        name = service.model_name(None)
+    elif name not in service.engines:
+        raise RequestError(400, f"model {shortened(name)} does not exist; /v2 lists the models")
     with service.count_refusals(name):
         service.check_number("texts", len(texts))
         beams = {"num_beams": data.alternatives + 1, "num_return_sequences": data.alternatives + 1}
@@ -29,13 +33,6 @@ async def translate(request: Request, data: TranslateRequest) -> Response:
     if data.alternatives:
         body["alternatives"] = others[0] if is_one else others
     return JSONResponse(body)
-
-
-def _model_name(service: Service, data: TranslateRequest) -> str:
-    name = f"{data.source}-{data.target}"
-    if name in service.engines or len(service.engines) == 1:
-        return name if name in service.engines else next(iter(service.engines))
-    raise RequestError(400, f"model {shortened(name)} does not exist; /v2 lists the models")
 
 
 def add_routes(app: FastAPI) -> None:

@@ -15,7 +15,6 @@ from tfexport.runtime.session import Aligns
 from tfexport.serve._schemas import TokensRequest
 from tfexport.serve.engine import Engine
 from tfexport.serve.http import RequestError, service_of
-from tfexport.text.tokenizer import Tokenizer
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _INDEX = "index.html"
@@ -71,13 +70,15 @@ def _about(engine: Engine) -> dict[str, Any]:
     if engine.state == "starting":
         return {"state": engine.state}
     model = engine.model
+    samples = model.tokenizer.text.samples if model.tokenizer else ()
+    texts = [sample.text for sample in samples if sample.target_ids and len(sample.text) <= MAX_EXAMPLE]
     return {
         "state": engine.state,
         "facts": _facts(engine, model),
         "has_alignment": isinstance(model.session, Aligns) and model.session.has_alignment,
         "max_target_length": model.spec.max_target_length,
         "defaults": model.defaults.given(),
-        "examples": _examples(model.tokenizer) if model.tokenizer else [],
+        "examples": texts[:: max(1, len(texts) // NUM_EXAMPLES)][:NUM_EXAMPLES],
     }
 
 
@@ -96,11 +97,6 @@ def _facts(engine: Engine, model: Model) -> dict[str, str]:
     if threads:
         facts["Threads"] = f"{threads.encoder} encoder, {threads.decoder} decoder"
     return facts | {"Slots": str(engine.slots)}
-
-
-def _examples(tokenizer: Tokenizer) -> list[str]:
-    texts = [one.text for one in tokenizer.text.samples if one.target_ids and len(one.text) <= MAX_EXAMPLE]
-    return texts[:: max(1, len(texts) // NUM_EXAMPLES)][:NUM_EXAMPLES]
 
 
 def add_routes(app: FastAPI) -> None:

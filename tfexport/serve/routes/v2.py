@@ -133,7 +133,7 @@ def _generated(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[
 
 async def infer(request: Request, name: str, data: schemas.InferRequest) -> Response:
     """Generate from texts or token ids in tensors."""
-    service, parameters = service_of(request), data.parameters.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
+    service, parameters = service_of(request), data.parameters.model_dump(exclude_unset=True)
     is_binary = parameters.pop("binary_data_output", False)
     with service.count_refusals(name):
         sources, options = inference.asked_for(data.tensors, parameters, service.config)
