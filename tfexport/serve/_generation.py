@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from tfexport.decode.offline import alternatives
@@ -21,6 +21,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
+@dataclass(eq=False)
 class Generation(Generic[Item, Answer]):
     """A submitted request: await it, iterate over its stream, or `cancel` it.
 
@@ -28,30 +29,22 @@ class Generation(Generic[Item, Answer]):
     of `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        arrived: float,
-        priority: float = 0.0,
-        deadline: float = math.inf,
-        *,
-        answers: Callable[[Sequence[Hypothesis]], list[Any]] = list,
-        pieces: Pieces | None = None,
-        buffer: int = 0,
-        leave: Callable[[AnyGeneration, TfexportError], None] | None = None,
-    ) -> None:
-        """Create a waiting generation.
+    request: Request
+    arrived: float
+    priority: float = 0.0  # seconds that are added to its age in the queue
+    deadline: float = math.inf
+    _: KW_ONLY
+    answers: Callable[[Sequence[Hypothesis]], list[Any]] = list  # called on any thread
+    pieces: Pieces | None = None  # converts the token ids of a stream to text
+    buffer: int = 0  # maximum number of unread items
+    leave: Callable[[AnyGeneration, TfexportError], None] | None = None  # removes it from its engine
 
-        A stream yields text that `pieces` converts from token ids, or the ids without `pieces`. `buffer` limits the
-        unread items. `leave` removes the generation from its engine.
-        """
-        config = request.config
+    def __post_init__(self) -> None:
+        config = self.request.config
         self.status = Status.WAITING  # if it is CANCELLED, the thread drops it before the next step
-        self.width, self.source_length = config.num_beams, len(request.source_ids)
+        self.width, self.source_length = config.num_beams, len(self.request.source_ids)
         # Finding the alternatives encodes the source too.
         self.num_sources, self.num_rows = num_parts(config) + config.return_alternatives, num_rows(config)
-        self.request, self.arrived, self.priority, self.deadline = request, arrived, priority, deadline
-        self.answers, self._pieces, self._buffer, self._leave = answers, pieces, buffer, leave
         self.parts: list[Request] = []  # one for each sample or alternative
         self._hypotheses: dict[int, list[Hypothesis]] = {}  # of finished parts, by sample number
         self.joined = self.began = math.nan  # times when it left the queue, and of its first token
@@ -61,18 +54,16 @@ class Generation(Generic[Item, Answer]):
 
     @property
     def is_done(self) -> bool:
-        """Whether it was answered, failed or was cancelled."""
         return self._outcome is not None
 
     @property
     def is_behind(self) -> bool:
-        """Whether the reader of its stream is too slow."""
-        return len(self._unread) > self._buffer
+        return len(self._unread) > self.buffer
 
     def cancel(self) -> None:
         """Cancel the request if it is not done; awaiting it then raises `Cancelled`."""
-        if not self.is_done and self._leave:
-            self._leave(self, Cancelled("the request was cancelled"))
+        if not self.is_done and self.leave:
+            self.leave(self, Cancelled("the request was cancelled"))
 
     def __await__(self) -> Generator[None, None, list[Answer]]:
         """Wait for the answers, best first; cancel the request with the task."""
@@ -110,7 +101,7 @@ class Generation(Generic[Item, Answer]):
             self.parts = alternatives(session, [self.request], 1)
         elif config.do_sample:
             samples = range(config.num_return_sequences)
-            self.parts = [dataclasses.replace(self.request, sample=sample) for sample in samples]
+            self.parts = [replace(self.request, sample=sample) for sample in samples]
         else:
             self.parts = [self.request]
 
@@ -127,15 +118,15 @@ class Generation(Generic[Item, Answer]):
         """Stream the prefix, which does not count toward the buffer limit."""
         if self.request.stream:
             self.receive(self.request.prompt[1:])
-            self._buffer += len(self._unread)
+            self.buffer += len(self._unread)
 
     def receive(self, token_ids: Sequence[int]) -> None:
-        push = self._pieces.push if self._pieces else None
+        push = self.pieces.push if self.pieces else None
         self._unread.extend(filter(None, map(push, token_ids)) if push else token_ids)  # type: ignore[arg-type]
         self._changed.set()
 
     def finish(self, outcome: list[Answer] | TfexportError) -> None:
-        if not isinstance(outcome, TfexportError) and self._pieces and (rest := self._pieces.rest()):
+        if not isinstance(outcome, TfexportError) and self.pieces and (rest := self.pieces.rest()):
             self._unread.append(rest)  # type: ignore[arg-type]
         self._outcome = outcome
         if self.status is not Status.CANCELLED:

@@ -23,18 +23,14 @@ from tfexport.serve.config import ServingConfig
 from tfexport.serve.observer import Observer
 
 logger = logging.getLogger(__name__)
-# An idle thread reports that it is alive at least this often.
-IDLE_S = 0.5
+IDLE_S = 0.5  # an idle thread reports that it is alive at least this often
 # Several steps run in one call for at most this time, because arriving requests have to wait for the call.
 TOGETHER_S = 0.005
-# Weight of the newest step in the moving average of step times.
-NEWEST = 0.2
-# Maximum number of steps that free slots wait, so that several requests join together.
-HELD_STEPS = 8
-# Number of departures that the queue's rate is estimated from.
-RATE_WINDOW = 64
+NEWEST = 0.2  # weight of the newest step in the moving average of step times
+HELD_STEPS = 8  # maximum steps that free slots wait, so that several requests join together
+RATE_WINDOW = 64  # departures that the queue's rate is estimated from
 MAX_RETRY_AFTER_S = 60
-Publish: TypeAlias = Callable[[list[Event]], None]
+Emit: TypeAlias = Callable[[list[Event]], None]
 Fail: TypeAlias = Callable[[EngineFailed], None]
 
 
@@ -152,7 +148,6 @@ class Scheduler:
         return bool(self._running or len(self._waiting))
 
     def step(self) -> list[Event]:
-        """Remove ended jobs, add waiting ones, and run one or more decoder steps."""
         now = time.monotonic()
         events = [Event(job, outcome=job.late()) for job in self._waiting.take_late(now)]
         events += self._remove(now)
@@ -278,7 +273,7 @@ class Scheduler:
 class Worker:
     """Decode queued requests on a thread until the queue is closed."""
 
-    def __init__(self, session: Session, config: ServingConfig, observer: Observer, emit: Publish, fail: Fail) -> None:
+    def __init__(self, session: Session, config: ServingConfig, observer: Observer, emit: Emit, fail: Fail) -> None:
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
         self.failure: BaseException | None = None  # the error that ended the thread
         self._scheduler = Scheduler(session, self.waiting, config, observer)
@@ -296,7 +291,6 @@ class Worker:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the thread last made progress; 0 after it ended."""
         return time.monotonic() - self._alive_at if self._thread.is_alive() else 0.0
 
     def abort(self, reason: ServingError) -> None:

@@ -1,7 +1,4 @@
-"""Define the request and response bodies of the HTTP API and its OpenAPI document.
-
-Decoding options take their types, bounds and help from the fields of `DecodeConfig`.
-"""
+"""Define the request and response bodies of the HTTP API and its OpenAPI document."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ from tfexport.text.compare import check_texts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# Maximum number of waiting alignments.
-MAX_WAITING = 8
+MAX_WAITING = 8  # alignments
 # Number of recorded texts that are checked before serving; `tfexport verify` checks all.
 NUM_RECORDED = 8
 WARM_UP_TOKENS = 4

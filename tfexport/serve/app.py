@@ -21,10 +21,8 @@ def build_app(
 ) -> FastAPI:
     """Build the app; any ASGI server runs it, and other apps can mount it.
 
-    Args:
-        engines: by model name; the caller starts and drains them on the app's event loop.
-        config: limits and endpoints; None for the defaults.
-        metrics: the metrics that the engines' observers record; None to disable metrics and statistics.
+    The caller starts and drains the engines, given by model name, on the app's event loop. Metrics and statistics need
+    `metrics`, which the observers of the engines record.
     """
     config = config or HttpConfig()
     if metrics:

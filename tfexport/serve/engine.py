@@ -46,11 +46,8 @@ class Engine:
     ) -> None:
         """Configure the engine; `start` loads the bundle.
 
-        Args:
-            bundle: path of the bundle.
-            config: slots, queue and limits; None for the defaults.
-            observer: receives all events, for metrics.
-            options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys, warm_up.
+        `observer` receives the measurements. `options` are those of `tfexport.load`: backend, form, threads, device,
+        engine, trusted_keys and warm_up.
         """
         self.config = config or ServingConfig()
         self._bundle, self._options = bundle, options
@@ -163,7 +160,7 @@ class Engine:
         """Submit a text; each answer equals that of `Model.generate` for this text.
 
         Args:
-            text: the source.
+            text: source text.
             prefix: text that each answer starts with.
             stream: whether iterating over the generation yields pieces of text as they are generated.
             priority: seconds that are added to the request's age in the queue.
@@ -323,10 +320,9 @@ class Engine:
         (request,) = check_requests(model.session, [source], decoding, [prefix], text_of, num_fixed)
         request.stream = bool(stream)
         now = time.monotonic()
-        callbacks: dict[str, Any] = {"answers": answers, "pieces": pieces, "leave": self._current.end}
-        generation: AnyGeneration = Generation(
-            request, now, priority, now + self._limit_s(timeout_s), buffer=self.config.stream_buffer, **callbacks
-        )
+        generation: AnyGeneration = Generation(request, now, priority, now + self._limit_s(timeout_s), answers=answers)
+        generation.pieces, generation.buffer = pieces, self.config.stream_buffer
+        generation.leave = self._current.end
         self._check_loop()
         self._current.begin(generation)
         return generation

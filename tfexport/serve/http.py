@@ -27,14 +27,10 @@ from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
 
 logger = logging.getLogger(__name__)
-# Bundles have no versions; clients that require one use this.
-VERSION = "1"
-# Default Retry-After header, in seconds.
-RETRY_AFTER_S = 1
-# nginx logs disconnected clients with this status; nobody receives it.
-CLIENT_CLOSED_REQUEST = 499
-# Header with the length in bytes of the JSON before the binary tensors.
-JSON_LENGTH = "Inference-Header-Content-Length"
+VERSION = "1"  # bundles have no versions; this is for clients that require one
+RETRY_AFTER_S = 1  # default of the Retry-After header
+CLIENT_CLOSED_REQUEST = 499  # as in nginx's log; nobody receives it
+JSON_LENGTH = "Inference-Header-Content-Length"  # in bytes; the binary tensors follow
 OPENAI = ("/v1/completions", "/v1/models")
 _STATUS: dict[Outcome, int] = {
     "invalid": 400,
@@ -108,14 +104,10 @@ def service_of(request: Request) -> Service:
     return service
 
 
-# ---- routes and bodies
-
-
 class Route(APIRoute):
     """Call an endpoint with the request, its path's `name`, and its body as `data`.
 
-    The endpoint's signature defines the OpenAPI document. FastAPI's dependency resolution is skipped because it takes
-    longer than the rest of the request handling.
+    FastAPI's dependency resolution would take longer than the rest of the request handling.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -177,9 +169,6 @@ def _closing(status: int, message: str) -> RequestError:
     return RequestError(status, message, {"Connection": "close"})
 
 
-# ---- errors
-
-
 def message_of(error: Exception) -> str:
     """Return an error message of bounded length for the client."""
     return bounded(error.detail if isinstance(error, HTTPException) else str(error))
@@ -207,9 +196,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
 HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
     (HTTPException, TfexportError, ClientDisconnect, Exception), _on_error
 )
-
-
-# ---- clients
 
 
 @contextlib.asynccontextmanager

@@ -33,9 +33,7 @@ OUTPUTS = {
     "scores": ("FP32", 2),
     "finish_reason": ("BYTES", 2),
 }
-# Options that remain a list even with a single value.
-_LISTS = ("suppress_tokens",)
-# In characters; messages may quote client input of any length.
+# Messages can quote client input of any length.
 MAX_MESSAGE = 1000
 
 
@@ -59,10 +57,7 @@ def bounded(message: str) -> str:
 
 
 def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, Any]:
-    """Convert request parameters to arguments of `Engine.submit` and `submit_ids`.
-
-    Timeouts are checked here; the engine checks the fields of `DecodeConfig`, prefix and priority.
-    """
+    """Check timeouts; return the arguments of `Engine.submit`, which checks the rest."""
     options = {name: value for name, value in parameters.items() if name in DECODING or name in ("prefix", "priority")}
     timeouts = {name: value for name, value in parameters.items() if name in _TIMEOUTS}
     problems = [f"unknown parameter {shortened(name)}" for name in parameters if name not in options | timeouts]
@@ -102,10 +97,7 @@ def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapp
 def asked_for(
     tensors: Mapping[str, Tensor], parameters: Mapping[str, Any], limits: Limits
 ) -> tuple[list[Source], list[dict[str, Any]]]:
-    """Return the sources of an `infer` request, and the `submit` arguments of each.
-
-    Options may be passed as parameters or as tensors.
-    """
+    """Return the sources of an `infer` request, and the `submit` arguments of each."""
     for name, datatype in INPUTS.items():
         if name in tensors and tensors[name].datatype != datatype:
             raise InvalidRequestError(f"input {name} is {tensors[name].datatype}, expected {datatype}")
@@ -127,10 +119,7 @@ def asked_for(
 
 
 def outputs_of(results: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]:
-    """Return the output tensors of `infer` by name.
-
-    The token id `pad` fills short rows. There are no texts if the sources were token ids.
-    """
+    """Return the output tensors of `infer` by name; the token id `pad` fills rows."""
     if len(numbers := {len(answers) for answers in results}) > 1:
         raise InvalidRequestError(f"the sources have {min(numbers)} to {max(numbers)} alternatives; send one at a time")
     answers = [answer for each in results for answer in each]
@@ -193,5 +182,5 @@ def _column(tensor: Tensor) -> Sequence[Any]:
 
 
 def _value(tensor: Tensor) -> Any:
-    is_one = len(tensor.values) == 1 and tensor.name not in _LISTS
+    is_one = len(tensor.values) == 1 and tensor.name != "suppress_tokens"  # which remains a list
     return tensor.values[0] if is_one else list(tensor.values)

@@ -32,12 +32,8 @@ class Observer:
     def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
         """Record the end of a request; a successful alignment calls `aligned` instead.
 
-        Args:
-            outcome: how the request ended.
-            reason: finish reason of the answer; empty without an answer.
-            took_s: time since the request arrived.
-            num_tokens: generated tokens of all hypotheses.
-            per_token_s: mean time per token after the first, for the best hypothesis; None for one token.
+        `reason` is the finish reason, or empty without an answer. `num_tokens` counts the generated tokens of all
+        hypotheses. `per_token_s` is the mean time per token after the first of the best hypothesis, if it has several.
         """
 
     def aligned(self, took_s: float) -> None:

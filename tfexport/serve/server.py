@@ -31,14 +31,9 @@ from tfexport.serve.middleware import BearerTokens
 logger = logging.getLogger(__name__)
 # With Python's default of 5 ms, the event loop and the engines' threads wait for each other longer than a step takes.
 SWITCH_INTERVAL_S = 0.0005
-BACKLOG = 2048
-KEEP_ALIVE_S = 75
-# Time for clients to read the last responses.
-GRACE_S = 2
+GRACE_S = 2  # for clients to read the last responses
 # By default, the kernel buffers megabytes per connection if the client does not read.
 SEND_BUFFER_BYTES = 128 * 1024
-# Source of the example request if the bundle has no recorded text or no tokenizer.
-_SOME_TEXT, _SOME_IDS = "Hello", [1, 2, 3]
 
 
 class Server:
@@ -80,7 +75,7 @@ class Server:
             proxy_headers=False,
             server_header=False,
             limit_concurrency=config.max_connections + 1,  # uvicorn refuses connections at the limit, not above it
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=75,
             timeout_graceful_shutdown=GRACE_S,
             ssl_certfile=config.tls_cert,
             ssl_keyfile=config.tls_key,
@@ -212,7 +207,7 @@ def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> s
     try:
         kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
         family, *_, address = socket.getaddrinfo(config.host, config.port, type=kind, flags=flags)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         subject = f"host {config.host}, port {config.port}"
@@ -243,9 +238,6 @@ def _leave(code: int, line: str = "") -> NoReturn:
     os._exit(code)
 
 
-# ---- status lines
-
-
 def _warn_of_threads(engines: Collection[Engine]) -> None:
     cores = available_cores()
     used = sum(engine.model.threads.decoder for engine in engines if engine.model.threads)
@@ -274,10 +266,9 @@ def _warn_of_network(config: ServerConfig) -> None:
 def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
     name, engine = next(iter(engines.items()))
     tokenizer = engine.model.tokenizer
-    if tokenizer is None:
-        body: dict[str, object] = {"input_ids": _SOME_IDS}
-    else:
-        body = {"text_input": tokenizer.text.samples[0].text if tokenizer.text.samples else _SOME_TEXT}
+    body: dict[str, object] = {"input_ids": [1, 2, 3]}
+    if tokenizer is not None:
+        body = {"text_input": tokenizer.text.samples[0].text if tokenizer.text.samples else "Hello"}
     command = shlex.join(["curl", f"{url}/v2/models/{name}/generate", "-H", "Content-Type: application/json"])
     if config.token_file:
         command += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(config.token_file))})"'

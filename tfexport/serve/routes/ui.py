@@ -74,7 +74,7 @@ def _about(engine: Engine) -> dict[str, Any]:
     texts = [sample.text for sample in samples if sample.target_ids and len(sample.text) <= MAX_EXAMPLE]
     return {
         "state": engine.state,
-        "facts": _facts(engine, model),
+        "facts": _facts(engine, engine.model),
         "has_alignment": isinstance(model.session, Aligns) and model.session.has_alignment,
         "max_target_length": model.spec.max_target_length,
         "defaults": model.defaults.given(),

@@ -1,7 +1,4 @@
-"""Serve the Open Inference Protocol with Triton's extensions.
-
-Health, metrics, and vLLM's tokenize and detokenize endpoints are also here.
-"""
+"""Serve the Open Inference Protocol, health, metrics, and vLLM's tokenize."""
 
 from __future__ import annotations
 
@@ -27,8 +24,6 @@ from tfexport.serve.http import VERSION, EventStream, RequestError, answers_of, 
 from tfexport.serve.inference import OUTPUTS, Asked, Tensor, arguments, submit, submit_all
 from tfexport.serve.metrics import Metrics
 from tfexport.text.tokenizer import Tokenizer
-
-# ---- health and metadata
 
 
 async def live(request: Request) -> Response:
@@ -82,9 +77,6 @@ async def model_ready(request: Request, name: str) -> Response:
     if service.is_leaving or not service.engines[name].is_ready:
         raise unavailable(f"model {name} is not ready")
     return JSONResponse({"name": name, "ready": True})
-
-
-# ---- generation
 
 
 async def generate(request: Request, name: str, data: schemas.GenerateRequest) -> Response:
@@ -168,9 +160,6 @@ def _written(tensor: Tensor, *, is_binary: bool) -> tuple[dict[str, Any], bytes]
     return head | {"parameters": {"binary_data_size": len(data)}}, data
 
 
-# ---- alignment and tokens
-
-
 async def align(request: Request, name: str, data: schemas.AlignRequest) -> Response:
     """Return the alignment of a source and a target; 404 if the bundle has none."""
     service = service_of(request)
@@ -211,9 +200,6 @@ def _model_of(request: Request, name: str | None) -> tuple[Model, Tokenizer]:
     if model.tokenizer is None:
         raise RequestError(400, "this bundle has no tokenizer")
     return model, model.tokenizer
-
-
-# ---- metrics
 
 
 async def metrics(request: Request) -> Response:
