@@ -25,14 +25,10 @@ from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, Pr
 T = TypeVar("T")
 Source: TypeAlias = str | Sequence[int]
 WINDOWS, MIN_WINDOWS = 10, 3
-# Maximum number of greedy steps that are timed as one group.
-STEPS_TOGETHER = 16
-# Limit of recorded step times, which would otherwise distort the measured memory.
-MAX_STEPS = 1_000_000
-# Random batches: enough to avoid warm caches, without using much memory.
-_BATCHES, _MAX_TOKENS = 64, 1_000_000
-# An open loop is cancelled this many seconds after twice its length.
-GRACE_S = 10
+STEPS_TOGETHER = 16  # greedy steps that are timed as one group
+MAX_STEPS = 1_000_000  # recorded step times; more would distort the measured memory
+_BATCHES, _MAX_TOKENS = 64, 1_000_000  # random batches: enough to avoid warm caches, in little memory
+GRACE_S = 10  # after twice its length, until an open loop is cancelled
 
 
 def clock(call: Callable[[], T]) -> tuple[float, T]:
@@ -84,7 +80,6 @@ class Samples:
     unserved: int = 0  # requests without an answer when the run was cancelled
 
     def add(self, call: Call) -> None:
-        """Record a call as one request."""
         self.first_token_s.append(call.first_token - call.began)
         self.latency_s.append(call.ended - call.began)
         if len(call.step_s) > 1:
@@ -100,11 +95,7 @@ class Samples:
         self.tokens += call.tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {name: list(value) if isinstance(value, array) else value for name, value in vars(self).items()}
-
-
-# ---- the closed loop
 
 
 class TimedSession:
@@ -118,14 +109,12 @@ class TimedSession:
         return getattr(self._session, name)
 
     def restart(self) -> None:
-        """Reset all times."""
         self.encode_s = 0.0  # adding sources: encoding and prefill
         self.reorder_s = 0.0  # reordering and removing rows
         self.step_s = array("d")
         self.first_step_ended = 0.0
 
     def batch(self, width: int = 1) -> _TimedBatch:
-        """Return an empty, timed batch."""
         batch = self._session.batch(width)
         return _TimedMultiStep(self, batch) if isinstance(batch, MultiStep) else _TimedBatch(self, batch)
 
@@ -178,7 +167,6 @@ class Caller:
         self._session, self._config = TimedSession(session), config
 
     def __call__(self, sources: Sequence[Sequence[int]]) -> Call:
-        """Decode sources as one batch."""
         session = self._session
         session.restart()
         began = time.perf_counter()
@@ -214,9 +202,6 @@ def closed_loop(
         samples.windows.append((samples.tokens - tokens) / elapsed)
     samples.elapsed_s = now() - began
     return samples
-
-
-# ---- the open loop
 
 
 @dataclass(frozen=True)
@@ -283,9 +268,6 @@ async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[floa
     parts = [samples.latency_s[i * size : (i + 1) * size] for i in range(WINDOWS if size else 0)]
     samples.windows = array("d", map(statistics.median, parts))
     return samples
-
-
-# ---- sources
 
 
 def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int]]]:

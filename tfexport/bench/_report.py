@@ -15,8 +15,7 @@ from tfexport.bench.config import BenchConfig, Cell
 SCHEMA = "tfexport.bench/2"
 Metric = dict[str, Any]
 PERCENTILES = (50, 90, 95, 99)
-# With fewer samples, the 99th percentile depends on only a few of them.
-P99_SAMPLES = 1000
+P99_SAMPLES = 1000  # with fewer samples, the 99th percentile depends on only a few of them
 STABLE_WITHIN, STABLE_WINDOWS = 0.10, 3
 _BINS = 40
 _UNSEEN = "not seen from outside the server"
@@ -83,9 +82,6 @@ def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str
     if refused := sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"]):
         reasons.append(f"overloaded: {refused} requests were refused")
     return reasons
-
-
-# ---- metrics
 
 
 def _value(number: float | None, unit: str, per_process: Sequence[float] = (), note: str = _UNSEEN) -> Metric:
@@ -156,9 +152,6 @@ def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
         values = [process[name] * scale for process in found if name in process]
         metrics[metric] = _value(statistics.median(values) if values else None, unit, values)
     return metrics
-
-
-# ---- plots and validity
 
 
 def is_stable(windows: Sequence[float]) -> bool:

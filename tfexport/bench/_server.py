@@ -13,18 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from tfexport.bench._loops import (
-    MAX_STEPS,
-    Answer,
-    Ask,
-    Samples,
-    Source,
-    encoded,
-    open_loop,
-    poisson,
-    random_batches,
-    shuffled,
-)
+from tfexport.bench import _loops
+from tfexport.bench._loops import Answer, Ask, Samples, Source
 from tfexport.bench.config import BenchConfig
 from tfexport.errors import BenchError, InputError, ParityError, ServingError, printable
 from tfexport.generation import DecodeConfig
@@ -37,10 +27,8 @@ from tfexport.serve.observer import Observer
 if TYPE_CHECKING:
     import httpx
 
-# Maximum number of concurrent requests in the warm-up.
-MAX_WARM_UP = 64
-# Number of server answers that are compared with the bundle.
-NUM_COMPARED = 8
+MAX_WARM_UP = 64  # concurrent requests
+NUM_COMPARED = 8  # answers of a server that are compared with the bundle
 # Statuses that refuse a single request: too many requests, not ready, deadline exceeded.
 BUSY = {429, 503, 504}
 
@@ -53,26 +41,22 @@ class Watch(Observer):
         self.restart()
 
     def restart(self) -> None:
-        """Reset the record."""
         self._samples, self._num_steps, self._num_rows = Samples(), 0, 0
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
-        """Record the waiting time of a request."""
         with self._lock:
             self._samples.queue_s.append(waited_s)
 
     def encoded(self, took_s: float) -> None:
-        """Record the time of an encoder call."""
         with self._lock:
             self._samples.encode_s.append(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        """Record the mean time of the steps of a call."""
         with self._lock:
             self._samples.stepping_s += took_s
             self._num_steps += num_steps
             self._num_rows += num_steps * num_rows
-            if len(self._samples.step_s) + num_steps <= MAX_STEPS:
+            if len(self._samples.step_s) + num_steps <= _loops.MAX_STEPS:
                 self._samples.step_s.extend(array("d", [took_s / num_steps] * num_steps))
 
     def add_to(self, samples: Samples, slots: int) -> None:
@@ -93,7 +77,6 @@ class EngineCaller:
         self._streams = decoding.num_beams == 1
 
     async def __call__(self, source: Source) -> Answer:
-        """Answer one source."""
         assert not isinstance(source, str)
         now, first = asyncio.get_running_loop().time, None
         generation = self._engine.submit_ids(source, stream=self._streams, config=self._decoding)
@@ -126,7 +109,6 @@ class HttpCaller:
         self._path = f"v2/models/{quote(model, safe='')}/generate" + ("_stream" if self._streams else "")
 
     async def __call__(self, source: Source) -> Answer:
-        """Answer a text or token ids."""
         now, received = asyncio.get_running_loop().time, list[float]()
         ids = await self.ids(source, lambda: received.append(now()))
         length = 0 if isinstance(source, str) else len(source)
@@ -233,7 +215,7 @@ async def measure_url(
         if bundle:
             with load(bundle, trusted_keys=config.trusted_keys or None) as model:
                 ids = _sources(model, config, texts)
-                sources = shuffled(texts, config.seed) if texts else ids
+                sources = _loops.shuffled(texts, config.seed) if texts else ids
                 if number == 0:
                     compared = await _compare(ask, sources[:NUM_COMPARED], model, ids[:NUM_COMPARED], config)
         samples = await _measured(ask, sources, config, number)
@@ -266,9 +248,9 @@ async def _measured(
     assert config.rate
     assert config.duration
     await ask(sources[0])  # a separate call, so that its error is raised
-    await open_loop(ask, sources, [0.0] * min(config.slots or MAX_WARM_UP, MAX_WARM_UP))
+    await _loops.open_loop(ask, sources, [0.0] * min(config.slots or MAX_WARM_UP, MAX_WARM_UP))
     restart()
-    samples = await open_loop(ask, sources, poisson(config.rate, config.duration, config.seed + number))
+    samples = await _loops.open_loop(ask, sources, _loops.poisson(config.rate, config.duration, config.seed + number))
     if not samples.sequences:
         raise BenchError(f"bench: 0 of {samples.refused + samples.unserved} requests were answered; lower --rate")
     return samples
@@ -277,5 +259,5 @@ async def _measured(
 def _sources(model: Model, config: BenchConfig, texts: Sequence[str] | None) -> list[list[int]]:
     (cell,) = config.cells
     if texts is None:
-        return [source for batch in random_batches(model.spec, cell, config.seed) for source in batch]
-    return shuffled(encoded(model, texts), config.seed)
+        return [source for batch in _loops.random_batches(model.spec, cell, config.seed) for source in batch]
+    return _loops.shuffled(_loops.encoded(model, texts), config.seed)

@@ -29,10 +29,8 @@ from tfexport.runtime.cpu import available_cores
 from tfexport.runtime.registry import AUTO
 
 MAX_TEXTS = 10_000
-# Maximum seconds of warm-up before the first window.
-_WARM_UP_S = 0.5
-# Time limit of a process, in seconds.
-_MAX_S = 24 * 3600.0
+_WARM_UP_S = 0.5  # maximum time of warm-up before the first window
+_MAX_S = 24 * 3600.0  # time limit of a process
 
 
 def bench_bundle(
@@ -126,9 +124,6 @@ def check_parity(
     return {"passed": True, "source": "verified before measuring"}
 
 
-# ---- processes
-
-
 def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
     """Call `measure` in a new process; raise `BenchError` if the process dies."""
     function, arguments = (
@@ -168,12 +163,8 @@ def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, n
     else:
         result, model = _measure_calls(bundle, config, texts)
     threads = model.threads.decoder if model.threads else available_cores()
-    return {
-        "backend": model.session.backend,
-        "threads": threads,
-        "peak_memory_bytes": peak_memory_bytes(),
-        **result,
-    }
+    about = {"backend": model.session.backend, "threads": threads, "peak_memory_bytes": peak_memory_bytes()}
+    return about | result
 
 
 def _measure_calls(bundle: Path, config: BenchConfig, texts: list[str] | None) -> tuple[dict[str, Any], Model]:

@@ -187,9 +187,6 @@ def _wrapped(text: str, label: str = "") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
 
 
-# ---- the page
-
-
 def check_page() -> None:
     """Import the libraries of the page, so that a missing extra fails early."""
     import jinja2  # noqa: F401

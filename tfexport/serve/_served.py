@@ -29,8 +29,7 @@ from tfexport.text.compare import check_texts
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_WAITING = 8  # alignments
-# Number of recorded texts that are checked before serving; `tfexport verify` checks all.
-NUM_RECORDED = 8
+NUM_RECORDED = 8  # recorded texts to check before serving; `tfexport verify` checks all
 WARM_UP_TOKENS = 4
 _OUTCOMES: dict[type[BaseException], Outcome] = {
     errors.QueueFull: "queue_full",

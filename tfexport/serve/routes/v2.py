@@ -1,4 +1,4 @@
-"""Serve the Open Inference Protocol, health, metrics, and vLLM's tokenize."""
+"""Serve the Open Inference Protocol, health, metrics, and tokenizers."""
 
 from __future__ import annotations
 
