@@ -109,7 +109,7 @@ def test_several_answers_are_those_of_the_model_with_their_scores(page: Page, da
     page.fill("[name=num_return_sequences]", "4")
     page.click("#generate")
     page.locator(".answers li:nth-child(4)").wait_for()
-    assert page.locator(".answers .said").all_inner_texts() == [one.text for one in expected]
+    assert page.locator(".answers .output").all_inner_texts() == [one.text for one in expected]
     scores = [float(text.replace("−", "-")) for text in page.locator(".answers .score").all_inner_texts()]
     assert scores == pytest.approx([one.score for one in expected], abs=6e-4)
     widths = [bar.evaluate("bar => bar.getBoundingClientRect().width") for bar in page.locator(".bar i").all()]
@@ -180,7 +180,7 @@ def test_the_alignment_is_a_picture_where_the_bundle_has_one(page: Page) -> None
     assert "6 from 6" in (picture.get_attribute("aria-label") or "")
     assert picture.locator(".cell").count() > 20
     picture.hover()
-    said(page, re.compile(r"was read from .+ to \d+ %"), ".alignment figcaption")
+    said(page, re.compile(r"attends to .+ with \d+ %"), ".alignment figcaption")
     page.select_option("#model", "plain")
     page.fill("#text", TEXT)
     page.click("#generate")

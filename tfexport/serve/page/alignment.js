@@ -1,14 +1,14 @@
-// Cross-attention as a picture: a row for each token of the answer, a column for each of the source.
+// Plot cross-attention: a row for each output token, a column for each source token.
 
 import { element, svg, visible } from "./dom.js";
 
-// Pixels of a cell, smaller where there is little room, and of a character.
+// Pixels of a cell, at least and at most, and of a character.
 const [SMALLEST, LARGEST] = [12, 22];
 const CHARACTER = 8;
 const MAX_LABEL = 14;
 const MAX_TOKENS = 96;
 
-/** Draw the weights [target tokens, source tokens]; what the pointer is on is said above. */
+/** Draw the weights [target tokens, source tokens]; the caption describes the cell under the pointer. */
 export function showAlignment(panel, { source_tokens, target_tokens, weights, source_positions }) {
   const columns = source_tokens.slice(0, MAX_TOKENS).map(label);
   const rows = target_tokens.slice(0, MAX_TOKENS).map(label);
@@ -18,7 +18,7 @@ export function showAlignment(panel, { source_tokens, target_tokens, weights, so
   const room = Math.floor((panel.clientWidth - left - 2) / columns.length);
   const size = Math.min(LARGEST, Math.max(SMALLEST, room));
   const [width, height] = [left + size * columns.length + 2, top + size * rows.length + 2];
-  const pairs = rows.map((row, r) => `${row} from ${columns[source_positions[r]] ?? "further on"}`);
+  const pairs = rows.map((row, r) => `${row} from ${columns[source_positions[r]] ?? "a token that is not shown"}`);
 
   const cell = (kind, r, c, more) =>
     svg("rect", { class: kind, x: left + size * c, y: top + size * r, width: size, height: size, ...more });
@@ -43,16 +43,16 @@ export function showAlignment(panel, { source_tokens, target_tokens, weights, so
   const under = cell("under", 0, 0, { visibility: "hidden" });
   picture.append(under);
 
-  const hint = "Each row shows what a token of the answer was read from; more colour is more weight.";
+  const hint = "Each row shows the attention of an output token; a stronger color is a larger weight.";
   const cut = rows.length < target_tokens.length || columns.length < source_tokens.length;
-  const usual = cut ? `${hint} The first ${MAX_TOKENS} tokens of a side are shown.` : hint;
+  const usual = cut ? `${hint} The first ${MAX_TOKENS} tokens of each side are shown.` : hint;
   const caption = element("figcaption", {}, usual);
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();
     const c = Math.floor((event.clientX - box.left - left) / size);
     const r = Math.floor((event.clientY - box.top - top) / size);
     const isInside = rows[r] !== undefined && columns[c] !== undefined;
-    caption.textContent = isInside ? `${rows[r]} was read from ${columns[c]} to ${(100 * weights[r][c]).toFixed(0)} %` : usual;
+    caption.textContent = isInside ? `${rows[r]} attends to ${columns[c]} with ${(100 * weights[r][c]).toFixed(0)} %` : usual;
     under.setAttribute("visibility", isInside ? "visible" : "hidden");
     if (isInside) {
       under.setAttribute("x", left + size * c);

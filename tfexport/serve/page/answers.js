@@ -1,16 +1,16 @@
-// What came back: answers with their scores as bars, and tokens.
+// Show outputs with their scores as bars, and tokens.
 
 import { element, visible } from "./dom.js";
 
-const REASONS = { eos: "Complete", length: "Cut off at the limit", stop: "Ended at the stop text", time: "Out of time" };
+const REASONS = { eos: "Complete", length: "Cut off at the limit", stop: "Ended at the stop text", time: "Time limit exceeded" };
 
 const score = (value) => value.toFixed(3).replace(/^-0\.0+$/, "0.000").replace("-", "−");
 export const reason = (given) => REASONS[given] ?? given ?? "";
 
-/** Show answers in their order; `choose` is called with the number of the one that is clicked. */
+/** Show outputs, best first; a click calls `choose` with the number of the output. */
 export function showAnswers(panel, answers, chosen, choose) {
   if (answers.length === 0) {
-    panel.replaceChildren(element("p", { class: "hint" }, "Ask for several answers with beam search or sampling."));
+    panel.replaceChildren(element("p", { class: "hint" }, "Use beam search or sampling to generate several outputs."));
     return;
   }
   const best = Math.max(...answers.map((answer) => answer.score));
@@ -23,17 +23,17 @@ export function showAnswers(panel, answers, chosen, choose) {
       element(
         "button",
         { type: "button", "aria-pressed": String(index === chosen), onclick: () => choose(index) },
-        element("span", { class: "said", dir: "auto" }, answer.text || "(empty)"),
+        element("span", { class: "output", dir: "auto" }, answer.text || "(empty)"),
         element("span", { class: "score", title: reason(answer.reason) }, score(answer.score)),
         element("span", { class: "bar", "aria-hidden": "true" }, bar),
       ),
     );
   });
-  const said =
+  const hint =
     answers.length > 1
-      ? "Log-probability of each answer, by its length; the bars compare them with the best."
-      : "Log-probability of the answer, by its length. Beam search and sampling can give several answers.";
-  panel.replaceChildren(element("p", { class: "hint" }, said), element("ol", { class: "answers" }, ...items));
+      ? "Scores are log-probabilities divided by the length; the bars compare them with the best."
+      : "The score is the log-probability divided by the length. Use beam search or sampling for several outputs.";
+  panel.replaceChildren(element("p", { class: "hint" }, hint), element("ol", { class: "answers" }, ...items));
 }
 
 /** Show the tokens of both sides; a side is {title, tokens, ids}. */

@@ -1,4 +1,4 @@
-// Asking the server: JSON, streams of events, metrics. Paths are relative, so that a proxy may put the server anywhere.
+// Send requests: JSON, event streams, metrics. Paths are relative, so that the server can be behind a proxy's prefix.
 
 let token = "";
 
@@ -8,7 +8,7 @@ export function setToken(value) {
 
 export const needsToken = (error) => error instanceof Refusal && error.status === 401;
 
-/** An answer that is none: its status code, and the server's line. */
+/** An error response: its status code, and the server's message. */
 export class Refusal extends Error {
   constructor(status, message, retryAfter = "") {
     super(message);
@@ -21,20 +21,20 @@ export const urlOf = (path) => new URL(path, document.baseURI).href;
 export const pathOf = (model, verb) => `v2/models/${encodeURIComponent(model)}/${verb}`;
 
 export async function getJson(path, signal) {
-  return (await asked(path, { signal })).json();
+  return (await send(path, { signal })).json();
 }
 
 export async function getText(path, signal) {
-  return (await asked(path, { signal, headers: { Accept: "text/plain" } })).text();
+  return (await send(path, { signal, headers: { Accept: "text/plain" } })).text();
 }
 
 export async function postJson(path, body, signal) {
-  return (await posted(path, body, signal)).json();
+  return (await post(path, body, signal)).json();
 }
 
 /** Yield the data of each event. */
 export async function* postEvents(path, body, signal) {
-  const response = await posted(path, body, signal);
+  const response = await post(path, body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -52,16 +52,16 @@ export async function* postEvents(path, body, signal) {
   }
 }
 
-function posted(path, body, signal) {
+function post(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
-  return asked(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  return send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-async function asked(path, options) {
+async function send(path, options) {
   const headers = { ...options.headers, ...(token && { Authorization: `Bearer ${token}` }) };
   const response = await fetch(urlOf(path), { ...options, headers, cache: "no-store", credentials: "same-origin" });
   if (response.ok) return response;
-  const told = await response.json().catch(() => ({}));
-  const message = typeof told.error === "string" ? told.error : `the server answers with status ${response.status}`;
+  const body = await response.json().catch(() => ({}));
+  const message = typeof body.error === "string" ? body.error : `the server returned status ${response.status}`;
   throw new Refusal(response.status, message, response.headers.get("Retry-After") ?? "");
 }

@@ -1,4 +1,4 @@
-// The page: what is asked, what comes back, and how the server does.
+// The page: the request, the output, and the state of the server.
 
 import { showAlignment } from "./alignment.js";
 import { reason, showAnswers, showTokens } from "./answers.js";
@@ -11,7 +11,7 @@ import { plots } from "./plots.js";
 
 const EMPTY = { text: "", answers: [], chosen: 0, source: null };
 const PERIOD_MS = 1000;
-// Of a model that is not ready: the colour, and what is said.
+// Color and text for the state of a model that is not ready.
 const STATES = {
   starting: ["loading", "loading the model"],
   ready: ["failed", "does not respond"],
@@ -73,7 +73,7 @@ function fill(text) {
   showPanels();
 }
 
-// Asking
+// Requests
 
 function request() {
   const given = parameters();
@@ -107,20 +107,20 @@ async function generate() {
 }
 
 async function streamed(path, body, times, signal) {
-  const given = body.parameters?.prefix?.length ?? 0;
-  const said = byId("answer");
+  const prefixLength = body.parameters?.prefix?.length ?? 0;
+  const output = byId("answer");
   let [text, pieces] = ["", 0];
   for await (const event of postEvents(path, body, signal)) {
     if (event.finish_reason !== undefined) return [answer(event, text)];
     text += event.text_output;
-    said.append(event.text_output);
-    said.scrollTop = said.scrollHeight;
-    if (text.length <= given) continue;
+    output.append(event.text_output);
+    output.scrollTop = output.scrollHeight;
+    if (text.length <= prefixLength) continue;
     if (pieces === 0) times.first = performance.now();
     pieces += 1;
     showNumbers({ ...times, end: performance.now() }, null, pieces);
   }
-  throw new Error("the server has ended the stream before the answer was whole");
+  throw new Error("the server ended the stream before the output was complete");
 }
 
 async function whole(path, body, times, signal) {
@@ -165,9 +165,9 @@ function showNumbers({ start, first, end }, answers, pieces = 0) {
   const rate = count > 1 && end > first ? ((count - 1) / (end - first)) * 1000 : NaN;
   describe(byId("numbers"), [
     ["First token", milliseconds(ttft)],
-    ["Tokens a second", Number.isNaN(rate) ? "–" : rate >= 10 ? rate.toFixed(0) : rate.toFixed(1)],
+    ["Tokens per second", Number.isNaN(rate) ? "–" : rate >= 10 ? rate.toFixed(0) : rate.toFixed(1)],
     ["Tokens", count || "–"],
-    ["In all", milliseconds(total)],
+    ["Total time", milliseconds(total)],
   ]);
 }
 
@@ -189,10 +189,10 @@ async function showPanels() {
   } else if (name === "answers") {
     showAnswers(panel, answers, chosen, choose);
   } else if (answers.length === 0) {
-    panel.replaceChildren(hint(name === "tokens" ? "The tokens that the model reads and writes." : "What each token of the answer was read from."));
+    panel.replaceChildren(hint(name === "tokens" ? "Shows the source and output tokens." : "Shows the attention of each output token to the source."));
   } else {
     if (name === "alignment" && !model().has_alignment) {
-      panel.replaceChildren(hint("This bundle was exported without alignment. Export it with --alignment -1 to see here what each token was read from."));
+      panel.replaceChildren(hint("This bundle was exported without alignment. Export it with --alignment -1 to see the attention of each output token."));
       return;
     }
     try {
@@ -216,7 +216,7 @@ async function tokensOf({ source, answers, chosen }) {
   return (panel) =>
     showTokens(panel, [
       { title: "Source", ids: sides.source_ids, tokens: sides.source_tokens },
-      { title: "Answer", ids: sides.target_ids, tokens: sides.target_tokens },
+      { title: "Output", ids: sides.target_ids, tokens: sides.target_tokens },
     ]);
 }
 
@@ -262,7 +262,7 @@ async function poll() {
     if (needsToken(error)) askForToken();
     else if (error.status === 404) {
       hasMetrics = false;
-      byId("plots-status").textContent = "This server gives no metrics";
+      byId("plots-status").textContent = "This server has no metrics";
     } else showState("unreachable", "unreachable");
   }
 }
@@ -273,7 +273,7 @@ async function pollForever() {
 }
 
 function askForToken() {
-  showState("waiting", "asks for a token");
+  showState("waiting", "token required");
   byId("access").hidden = false;
 }
 

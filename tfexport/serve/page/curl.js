@@ -1,4 +1,4 @@
-// The present request as a command for a shell.
+// Show the current request as a shell command.
 
 import { element } from "./dom.js";
 
@@ -14,7 +14,7 @@ export function showCommand(panel, url, body, stream) {
   panel.replaceChildren(element("div", { class: "command" }, element("pre", { tabindex: "0" }, code), copy));
 }
 
-// In single quotes a shell takes everything as it is but a single quote; what cannot be seen is escaped by JSON.
+// A shell changes nothing in single quotes, except single quotes; JSON escapes invisible characters.
 function quoted(text) {
   const plain = text.replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (character) =>
     [...Array(character.length).keys()]

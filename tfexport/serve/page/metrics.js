@@ -1,7 +1,7 @@
-// The server's metrics: Prometheus' text is read once a second, and the last two minutes are kept.
+// Metrics of the server, scraped once a second as Prometheus text, for the last two minutes.
 
 const SECONDS = 120;
-// Latencies are of the requests that were answered within so many seconds.
+// Latencies are those of the requests that ended in the last 10 seconds.
 const WINDOW = 10;
 const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
@@ -18,12 +18,12 @@ export function* samples(text) {
 
 const plain = (value) => value.replace(/\\(.)/g, (_, escaped) => (escaped === "n" ? "\n" : escaped));
 
-/** What is known of one model. */
+/** The recent metrics of one model. */
 export class History {
   #scrapes = [];
   points = [];
 
-  /** Take a scrape at a time in seconds. */
+  /** Add a scrape; `time` is in seconds. */
   add(text, model, time) {
     const scrape = { time, buckets: new Map(), values: new Map() };
     for (const { name, labels, value } of samples(text)) {
@@ -58,7 +58,7 @@ export class History {
 
 const bound = (le) => (le === "+Inf" ? Infinity : Number(le));
 
-/** Return a quantile of what came to a histogram since before, as Prometheus computes it; NaN for nothing. */
+/** Return a quantile of the samples between two scrapes, as Prometheus computes it; NaN if there are none. */
 export function quantile(share, now, before) {
   const counts = [...now].map(([le, count]) => [le, count - (before.get(le) ?? 0)]).sort(([a], [b]) => a - b);
   const rank = share * (counts.at(-1)?.[1] ?? 0);

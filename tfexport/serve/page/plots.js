@@ -1,4 +1,4 @@
-// Lines over the last two minutes, drawn as SVG.
+// Plot the last two minutes as SVG lines.
 
 import { element, svg } from "./dom.js";
 
@@ -10,10 +10,10 @@ const seconds = (value) =>
   Number.isNaN(value) ? "–" : value < 0.995 ? `${+(value * 1000).toPrecision(2)} ms` : `${+value.toPrecision(2)} s`;
 
 const PLOTS = [
-  { title: "Requests", least: 4, say: number, series: { running: "running", waiting: "waiting" } },
-  { title: "Batch occupancy", top: "slots", least: 1, say: number, series: { rows: "rows a step" } },
-  { title: "Request latency", least: 0.01, say: seconds, series: { median: "median", slow: "95 %" } },
-  { title: "Tokens a second", least: 10, say: number, series: { tokens: "all requests" } },
+  { title: "Requests", least: 4, format: number, series: { running: "running", waiting: "waiting" } },
+  { title: "Batch occupancy", top: "slots", least: 1, format: number, series: { rows: "rows per step" } },
+  { title: "Request latency", least: 0.01, format: seconds, series: { median: "median", slow: "95 %" } },
+  { title: "Tokens per second", least: 10, format: number, series: { tokens: "all requests" } },
 ];
 
 /** Put the plots into an element; return a function that draws points into them. */
@@ -23,7 +23,7 @@ export function plots(place) {
   return (points) => drawn.forEach(({ draw }) => draw(points));
 }
 
-function plot({ title, top, least, say, series }) {
+function plot({ title, top, least, format, series }) {
   const keys = Object.keys(series);
   const values = keys.map(() => element("dd", {}, "–"));
   const area = svg("path", { class: "area" });
@@ -51,11 +51,11 @@ function plot({ title, top, least, say, series }) {
     const found = points.flatMap((point) => keys.map((key) => point[key])).filter((value) => !Number.isNaN(value));
     const most = (top && last[top]) || round(Math.max(least, ...found));
     keys.forEach((key, place) => {
-      values[place].textContent = say(last[key]);
+      values[place].textContent = format(last[key]);
       lines[place].setAttribute("d", path(points, key, most, last.time));
     });
     area.setAttribute("d", under(points, keys[0], most, last.time));
-    ceiling.textContent = say(most);
+    ceiling.textContent = format(most);
   }
 
   return { figure, draw };
@@ -72,7 +72,7 @@ const at = (point, key, most, now) => {
   return `${x.toFixed(1)} ${(HEIGHT * (1 - Math.min(1, point[key] / most))).toFixed(1)}`;
 };
 
-/** Return the runs of points that have a value. */
+/** Split the points at missing values. */
 function runs(points, key) {
   const found = [[]];
   for (const point of points) {
