@@ -1,4 +1,4 @@
-"""Measuring: what is counted, when it counts, and how requests arrive."""
+"""Measurements of decoder calls, statistics and settings."""
 
 from __future__ import annotations
 

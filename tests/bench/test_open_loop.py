@@ -1,4 +1,4 @@
-"""Requests on a schedule: how they arrive, and what counts."""
+"""Requests on a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement is written as: report, table, page, comparison."""
+"""Reports: JSON, table, page and comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tfexport bench` as a whole: fresh processes, parity, files, bad input, and what ends with it."""
+"""`tfexport bench` in new processes: parity, files, bad input, interruption."""
 
 from __future__ import annotations
 

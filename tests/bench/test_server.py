@@ -1,4 +1,4 @@
-"""The server scenario for real: an engine in process, a server over HTTP, and whoever is no server."""
+"""The server scenario with an engine in process, and with servers over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, started by the real command line."""
+"""Run `tfexport serve` in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of an engine share: starting one, counting how requests end."""
+"""Helpers for tests of an engine: start one, count how requests end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image of docs/serving/Containerfile is built, and its root directory serves: as nobody, and nothing is writable.
+"""Build the image of docs/serving/Containerfile, and serve from its read-only root directory as nobody.
 
 It needs root, buildah and the name of a base image with Python:
 CONTAINER_BASE=localhost/base pytest -m slow -s tests/serve/test_container.py

@@ -1,4 +1,4 @@
-"""The FastAPI service of docs/serving runs: it answers, streams, refuses, and lets go of clients that have gone."""
+"""Run the FastAPI service of docs/serving."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +17,8 @@ import httpx
 import pytest
 
 from tests.conftest import ROOT
+from tests.serve.running import PATIENCE_S, eventually
 
-PATIENCE_S = 60.0
 TEXT = "Dienstag, 3. März 2026"
 
 
@@ -40,11 +39,8 @@ def client(dates_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client,
     ):
         try:
-            end = time.monotonic() + PATIENCE_S
-            while not is_ready(client):
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < end, log.read_text()
-                time.sleep(0.05)
+            eventually(lambda: process.poll() is not None or is_ready(client))
+            assert process.poll() is None, log.read_text()
             yield client
         finally:
             process.send_signal(signal.SIGTERM)
@@ -107,8 +103,5 @@ def test_who_goes_away_frees_the_slots(client: httpx.Client, path: str) -> None:
         is_idle = count(client, r'requests_(?:running|waiting)\{model="dates"\}') == 0
         return is_idle and count(client, cancelled) >= before + 20  # some are gone before they are read
 
-    end = time.monotonic() + PATIENCE_S
-    while not is_over():
-        assert time.monotonic() < end, client.get("/tfexport/metrics").text
-        time.sleep(0.02)
+    eventually(is_over)
     assert client.post("/read", json={"text": TEXT}).json() == ["2026-03-03"]

@@ -1,4 +1,4 @@
-"""Requests of every kind that arrive in any order: each is answered as `generate` answers it alone."""
+"""Requests of all kinds in random order get the results of `generate`."""
 
 from __future__ import annotations
 

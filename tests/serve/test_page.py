@@ -1,4 +1,4 @@
-"""The page in a browser that the machine has, driven over the DevTools protocol; skipped where there is none."""
+"""Test the web page in a browser; skipped without one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_answer_comes_token_by_token(page: Page) -> None:
     names, values = (page.locator(f"#numbers {part}").all_inner_texts() for part in ("dt", "dd"))
     numbers = dict(zip(names, values, strict=True))
     assert numbers["Tokens"] == "11"
-    assert 0 < float(numbers["Tokens a second"]) <= 12
+    assert 0 < float(numbers["Tokens per second"]) <= 12
     assert page.locator("#answer").get_attribute("aria-busy") == "false"
 
 

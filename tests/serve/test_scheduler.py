@@ -1,4 +1,4 @@
-"""Who joins when: nobody waits for ever, nobody is stalled for longer than the budget, no slot is lost."""
+"""Test when jobs join and leave the running batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tfexport serve` as a process: how it starts, what it withstands, how it stops."""
+"""Test `tfexport serve` as a process: startup, overload, slow clients, tokens, TLS."""
 
 from __future__ import annotations
 

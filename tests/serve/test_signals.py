@@ -1,4 +1,4 @@
-"""What the signals do: SIGTERM and SIGINT drain, a second one ends at once, SIGHUP replaces what is served."""
+"""SIGTERM and SIGINT drain the server, a second one ends it, SIGHUP reloads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests that are answered, cancelled, late, abandoned or refused: no slot or thread is lost."""
+"""Many requests that are answered, cancelled, late, abandoned or refused leave no slot or thread in use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Fixtures: the app in process, behind a real server on a port of its own, or that of `--server URL` in place of both.
+"""Fixtures: the app in process, on a port, or at `--server URL`.
 
-What they need is imported late: these tests are skipped where the packages of `tfexport[serve]` are not installed.
+They import late, so that these tests are skipped without the packages of `tfexport[serve]`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def url(request: pytest.FixtureRequest) -> str | None:
 @pytest.fixture(autouse=True)
 def _can_be_asked_elsewhere(request: pytest.FixtureRequest, url: str | None) -> None:
     if url and not {"serve", "address"} & set(request.fixturenames):
-        pytest.skip("asks no server, or one that it makes itself")
+        pytest.skip("needs a server of its own")
     if url and "monkeypatch" in request.fixturenames:
-        pytest.skip("plants a fault in the process of a server, which is elsewhere")
+        pytest.skip("changes the process of the server")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""A server elsewhere, which the tests of this folder ask over the network: `pytest tests/serve/http --server URL`.
+"""Test a server elsewhere: `pytest tests/serve/http --server URL`.
 
-It serves the bundle of `models/dates` as `dates`, with `OFFERS` and every other setting as it is by default. Tests that
-want other settings, or that look into the process of the server, are skipped.
+It has to serve the bundle of `models/dates` as `dates`, with `OFFERS` and other settings at their defaults. Tests that
+need other settings, or that look into the process of the server, are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An app over the dates bundle, in process."""
+"""Serve the dates bundle in process or on a port."""
 
 from __future__ import annotations
 
@@ -108,21 +108,8 @@ class Exchange:
 
     async def run(self, app: Starlette) -> Self:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.content)).encode())]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": headers,
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
-        await app(scope, self._receive, self._send)
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": self.path, "query_string": b""}
+        await app(scope | {"headers": headers}, self._receive, self._send)
         return self
 
     async def _receive(self) -> Any:

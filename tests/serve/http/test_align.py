@@ -1,4 +1,4 @@
-"""`align` over HTTP gives what `Model.align` gives, one pair at a time."""
+"""`align` over HTTP returns the results of `Model.align`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`generate` and `generate_stream`: what they answer is what `Model.generate` says of the text alone."""
+"""`generate` and `generate_stream` return the results of `Model.generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes: what an engine that has failed, or hangs, means to whoever restarts processes and sends them requests."""
+"""Health endpoints while engines load, hang, fail and stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`infer` as tritonclient speaks it, and what is refused."""
+"""`infer` with tritonclient, and invalid tensors."""
 
 from __future__ import annotations
 

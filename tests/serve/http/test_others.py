@@ -1,4 +1,4 @@
-"""Other projects' protocols: completions as OpenAI's clients ask for them, translate as LibreTranslate's do."""
+"""The protocols of OpenAI and LibreTranslate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at `/`: its files, its headers, and what it asks of the server beside the protocol."""
+"""The files, headers and endpoints of the web page."""
 
 from __future__ import annotations
 
