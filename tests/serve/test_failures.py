@@ -284,9 +284,6 @@ async def test_an_engine_is_started_once_and_not_after_it_was_drained(dates_bund
     assert engine.state == "stopped"
     with pytest.raises(EngineFailed, match="started only once"):
         await engine.start()
-
-
-async def test_an_engine_that_was_not_started_does_nothing(dates_bundle: Path) -> None:
     engine = Engine(dates_bundle)
     with pytest.raises(EngineFailed, match="not started"):
         await engine.replace()

@@ -132,8 +132,7 @@ def test_a_stream_that_has_begun_is_finished(dates_bundle: Path, tmp_path: Path)
 
 
 def test_what_takes_too_long_is_given_up(dates_bundle: Path, tmp_path: Path) -> None:
-    very_heavy = HEAVY.replace("0.01", "1")
-    with running(tmp_path, dates_bundle, "--threads", 1, "--shutdown-timeout", 1, before=very_heavy) as server:
+    with running(tmp_path, dates_bundle, "--threads", 1, "--shutdown-timeout", 1, before=slow_steps(1)) as server:
         load = Load(server, 3)
         load.start()
         eventually(lambda: server.metric('tfexport_requests_running{model="dates"}') == 3)
@@ -144,8 +143,7 @@ def test_what_takes_too_long_is_given_up(dates_bundle: Path, tmp_path: Path) -> 
 
 
 def test_a_second_signal_ends_it_at_once(dates_bundle: Path, tmp_path: Path) -> None:
-    very_heavy = HEAVY.replace("0.01", "30")
-    with running(tmp_path, dates_bundle, "--threads", 1, before=very_heavy) as server:
+    with running(tmp_path, dates_bundle, "--threads", 1, before=slow_steps(30)) as server:
         load = Load(server, 1)
         load.start()
         eventually(lambda: httpx.get(f"{server.url}/metrics").text.count('running{model="dates"} 1.0'))

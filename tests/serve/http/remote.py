@@ -7,6 +7,7 @@ need other settings, or that look into the process of the server, are skipped.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,18 +27,17 @@ class Scraped:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._before = self._samples()
+        self._before = self._totals()
 
     def total(self, metric: str, model: str) -> float:
-        def sum_of(samples: list[tuple[str, str, str]]) -> float:
-            own = f'model="{model}"'
-            return sum(float(value) for name, labels, value in samples if name == metric and own in labels)
+        return self._totals()[metric, model] - self._before[metric, model]
 
-        return sum_of(self._samples()) - sum_of(self._before)
-
-    def _samples(self) -> list[tuple[str, str, str]]:
+    def _totals(self) -> defaultdict[tuple[str, str], float]:
         text = httpx.get(f"{self._url}/metrics", timeout=PATIENCE_S).raise_for_status().text
-        return re.findall(r"^(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE)
+        totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for name, model, value in re.findall(r'^(\w+)\{.*\bmodel="([^"]+)".*\} (\S+)$', text, re.MULTILINE):
+            totals[name, model] += float(value)
+        return totals
 
 
 class Remote(Asking):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.serve.http.served import Exchange, Serve
 from tests.serve.running import eventually
-from tests.serve.served import before_steps
+from tests.serve.served import before_steps, until
 from tfexport.decode.loop import Loop
 from tfexport.model.model import Model
 from tfexport.serve.config import HttpConfig
@@ -34,8 +34,7 @@ class Steps:
         time.sleep(STEP_S)
 
     async def reach(self, rows: int) -> None:
-        while not self.rows or self.rows[-1] != rows:
-            await asyncio.sleep(STEP_S / 10)
+        await until(lambda: self.rows[-1:] == [rows])
 
 
 def asked(text: str, path: str = "generate", **options: Any) -> Exchange:
