@@ -165,7 +165,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"inputs": [tensor(), ids(name="seed", shape=[1], data=[0])], "parameters": {"seed": 1}}, "expected once"),
     ({"inputs": [tensor()], "parameters": {"sequence_id": 4}}, "unknown key parameters.sequence_id"),
     ({"inputs": [tensor()], "outputs": [{"name": "logits"}]}, "outputs[0].name is 'logits'"),
-    ({"inputs": [ids()], "outputs": [{"name": "text_output"}]}, "output 'text_output' does not exist here"),
+    ({"inputs": [ids()], "outputs": [{"name": "text_output"}]}, "output 'text_output' does not exist, expected"),
     ({"inputs": [tensor()], "outputs": [{"name": "scores", "parameters": {"classification": 3}}]}, "classification"),
 ]
 
@@ -187,9 +187,9 @@ async def test_wrong_tensors_are_400_and_say_why(serve: Serve) -> None:
         ("-1", b"", "expected a number up to"),
         ("1", b"", "the body is not JSON"),
         (None, b"\x02\0\0\0ab!", "1 bytes after the JSON belong to no input"),
-        (None, b"\x02\0\0\0a", "binary_data_size is 6, but 5 bytes are left"),
-        (None, b"\x03\0\0\0ab", "text 1 ends behind the tensor"),
-        (None, b"\xff\xff\xff\xffab", "text 1 ends behind the tensor"),
+        (None, b"\x02\0\0\0a", "binary_data_size is 6, but 5 bytes remain"),
+        (None, b"\x03\0\0\0ab", "text 1 is longer than"),
+        (None, b"\xff\xff\xff\xffab", "text 1 is longer than"),
         (None, b"\x02\0\0\0\xff\xfe", "text 1 is not UTF-8"),
     ],
 )

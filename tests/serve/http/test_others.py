@@ -64,10 +64,10 @@ async def test_completions_in_events(serve: Serve, model: Model, texts: list[str
 
 WRONG_COMPLETIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "missing key prompt"),
-    ({"prompt": []}, "0 prompts are given"),
-    ({"prompt": ["a"] * 65}, "65 prompts are given"),
+    ({"prompt": []}, "has 0 prompts, expected 1 to 64"),
+    ({"prompt": ["a"] * 65}, "has 65 prompts"),
     ({"prompt": [[5, 6]]}, "prompt is [[5, 6]]"),
-    ({"prompt": ["a", "b"], "stream": True}, "a stream takes one prompt"),
+    ({"prompt": ["a", "b"], "stream": True}, "has 2 prompts, expected one in a stream"),
     ({"prompt": "a", "stream": "yes"}, "stream is 'yes'"),
     ({"prompt": "a", "stream": True, "stream_options": 5}, "stream_options is 5"),
     ({"prompt": "a", "logprobs": 5}, "logprobs is 5"),
@@ -105,7 +105,7 @@ async def test_translate(serve: Serve, model: Model, texts: list[str]) -> None:
         }
         for data, why in (
             ({}, "missing key q"),
-            ({"q": []}, "0 texts are given"),
+            ({"q": []}, "has 0 texts"),
             ({"q": "a", "format": "html"}, "format is 'html'"),
             ({"q": "a", "alternatives": -1}, "alternatives is -1"),
             ({"q": "a", "alternatives": 10**9}, "num_beams is 1000000001"),
@@ -140,7 +140,7 @@ async def test_with_several_models_languages_choose_one(dates_bundle: Path) -> N
     async with engine, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         data = {"q": "3 May 1999", "source": "de", "target": "en"}
         assert (await client.post("/translate", json=data)).status_code == 200
-        check(await client.post("/translate", json=data | {"target": "fr"}), 400, "no model 'de-fr'")
+        check(await client.post("/translate", json=data | {"target": "fr"}), 400, "model 'de-fr' does not exist")
         check(await client.post("/tokenize", json={"prompt": "a"}), 404, "model None is unknown")
         assert (await client.get("/v2")).json()["models"] == ["en-de", "de-en"]
         answer = await client.post("/v1/completions", json={"prompt": "a"})
