@@ -95,7 +95,6 @@ def same(found: list[Any], expected: list[Any]) -> bool:
 
 
 async def ask(engine: Engine, one: Asked, rng: np.random.Generator) -> list[Result] | list[Hypothesis]:
-    """Ask an engine; what streams has to come to the same as the answer."""
     urgency, stream = {"priority": float(rng.integers(-2, 3)), "timeout_s": 3600.0}, one.is_stream
     if isinstance(one.source, str):
         generation = engine.submit(one.source, stream=stream, **urgency, **one.options)

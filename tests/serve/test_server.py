@@ -36,7 +36,6 @@ PROMISES = table(GUIDE, "what happens")
 
 @pytest.fixture(scope="module")
 def server(dates_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with few slots and a short queue, for all tests that leave it as it was."""
     options = ("--threads", 1, "--slots", 4, "--max-waiting", 8)
     with running(tmp_path_factory.mktemp("server"), dates_bundle, f"other={dates_bundle}", *options) as found:
         yield found
@@ -103,7 +102,6 @@ def test_every_promise_has_its_test(row: list[str]) -> None:
 
 
 def test_a_flood_is_answered_or_told_to_come_again(server: Running) -> None:
-    """A hundred times what may wait, all at once: 200 and 429, bounded memory, and normal again at once."""
     server.ask(DATE)
     before = server.rss_mb()
     limits = httpx.Limits(max_connections=100)
@@ -169,7 +167,6 @@ def test_who_sends_a_body_slowly_gets_408_and_stops_nobody(dates_bundle: Path, t
 
 
 def test_what_nobody_reads_is_given_up(dates_bundle: Path, tmp_path: Path) -> None:
-    """Answers that pile up, for a client that sends requests and reads nothing."""
     with running(tmp_path, dates_bundle, "--threads", 1, before=HASTY) as server, socket.socket() as one:
         url = httpx.URL(server.url)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -178,7 +178,6 @@ def reloads(server: Running) -> list[str]:
 def test_bundles_are_replaced_while_clients_ask(
     dates_bundle: Path, tmp_path: Path, expected: set[tuple[str, str]]
 ) -> None:
-    """One that says something else than was recorded is refused; without recorded texts it may say what it likes."""
     other, wrong, damaged, served = (tmp_path / name for name in ("other", "wrong", "damaged", "dates"))
     shutil.copytree(dates_bundle, other)
     edit(other, lambda data: data["text"].update(target_prefix=[20]))

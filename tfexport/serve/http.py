@@ -22,7 +22,7 @@ from tfexport.serve._schemas import Body
 from tfexport.serve._served import outcome_of
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.inference import Asked, InvalidRequestError, bounded
+from tfexport.serve.inference import InvalidRequestError, Submitted, bounded
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
 
@@ -199,7 +199,7 @@ HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
 
 
 @contextlib.asynccontextmanager
-async def while_connected(receive: Receive, *generations: Asked) -> AsyncIterator[None]:
+async def while_connected(receive: Receive, *generations: Submitted) -> AsyncIterator[None]:
     """Cancel generations if the client disconnects, or when the block ends."""
 
     async def watch() -> None:
@@ -217,7 +217,7 @@ async def while_connected(receive: Receive, *generations: Asked) -> AsyncIterato
             generation.cancel()
 
 
-async def answers_of(request: Request, generations: Sequence[Asked]) -> list[list[Any]]:
+async def answers_of(request: Request, generations: Sequence[Submitted]) -> list[list[Any]]:
     """Wait for the answers of generations; cancel them if the client disconnects."""
     async with while_connected(request.receive, *generations):
         return [await generation for generation in generations]
@@ -234,7 +234,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Asked, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, generation: Submitted, events: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._generation, self._events = generation, events

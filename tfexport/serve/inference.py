@@ -19,7 +19,7 @@ from tfexport.serve.engine import Engine
 
 Source: TypeAlias = str | list[int]
 Answer: TypeAlias = Result | Hypothesis
-Asked: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
+Submitted: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
 DECODING = frozenset(field.name for field in dataclasses.fields(DecodeConfig))
 # Units per second. Triton clients send `timeout` in microseconds.
 _TIMEOUTS = {"timeout_ms": 1e3, "timeout": 1e6}
@@ -71,17 +71,17 @@ def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, 
     return options | {"timeout_s": min([*(value / _TIMEOUTS[name] for name, value in timeouts.items()), max_timeout_s])}
 
 
-def submit(engine: Engine, source: Source, options: Mapping[str, Any], *, stream: bool = False) -> Asked:
+def submit(engine: Engine, source: Source, options: Mapping[str, Any], *, stream: bool = False) -> Submitted:
     """Submit a text or token ids with further arguments of `Engine.submit`."""
     if isinstance(source, str):
         return engine.submit(source, stream=stream, **options)
     return engine.submit_ids(source, stream=stream, **options)
 
 
-def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapping[str, Any]]) -> list[Asked]:
+def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapping[str, Any]]) -> list[Submitted]:
     """Submit several sources; if one is refused, cancel the others."""
     with contextlib.ExitStack() as cancel_all:
-        generations: list[Asked] = []
+        generations: list[Submitted] = []
         for number, (source, own) in enumerate(zip(sources, options, strict=True), 1):
             try:
                 generations.append(submit(engine, source, own))
@@ -94,7 +94,7 @@ def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapp
         return generations
 
 
-def asked_for(
+def parse_inputs(
     tensors: Mapping[str, Tensor], parameters: Mapping[str, Any], limits: Limits
 ) -> tuple[list[Source], list[dict[str, Any]]]:
     """Return the sources of an `infer` request, and the `submit` arguments of each."""

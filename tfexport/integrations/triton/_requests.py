@@ -19,13 +19,13 @@ from tfexport.serve.engine import Engine
 from tfexport.serve.inference import (
     OUTPUTS,
     Answer,
-    Asked,
     InvalidRequestError,
     Source,
+    Submitted,
     Tensor,
-    asked_for,
     check_finite,
     outputs_of,
+    parse_inputs,
     submit,
     submit_all,
     texts,
@@ -51,7 +51,7 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
         tensors[tensor.name] = tensor
     if stream and (ids := tensors.get("input_ids")):
         tensors["input_ids"] = Tensor(ids.name, ids.datatype, (1, *ids.shape), ids.values)
-    sources, options = asked_for(tensors, _parameters(request), limits)
+    sources, options = parse_inputs(tensors, _parameters(request), limits)
     return sources, [_with_ids(source, given) for source, given in zip(sources, options, strict=True)]
 
 
@@ -142,7 +142,7 @@ class Answering:
     def __init__(self, engine: Engine, *, stream: bool) -> None:
         self._engine, self._stream = engine, stream
         self._tasks: set[asyncio.Task[None]] = set()
-        self._open: dict[Reply, Sequence[Asked]] = {}
+        self._open: dict[Reply, Sequence[Submitted]] = {}
         self._watcher = asyncio.create_task(self._watch())
 
     def take(self, sources: Sequence[Source], options: Sequence[Mapping[str, Any]], reply: Reply) -> None:
@@ -166,7 +166,7 @@ class Answering:
         await asyncio.gather(*self._tasks)
         self._watcher.cancel()
 
-    async def _answer(self, asked: Sequence[Asked], reply: Reply) -> None:
+    async def _answer(self, asked: Sequence[Submitted], reply: Reply) -> None:
         try:
             outputs = await (self._streamed(asked[0], reply) if self._stream else self._whole(asked))
         except TfexportError as error:
@@ -180,11 +180,11 @@ class Answering:
             self._close(reply)
             reply.send(outputs, is_last=True)
 
-    async def _whole(self, asked: Sequence[Asked]) -> dict[str, Tensor]:
+    async def _whole(self, asked: Sequence[Submitted]) -> dict[str, Tensor]:
         found = [await one for one in asked]
         return outputs_of(found, self._engine.model.spec.tokens.pad)
 
-    async def _streamed(self, asked: Asked, reply: Reply) -> dict[str, Tensor]:
+    async def _streamed(self, asked: Submitted, reply: Reply) -> dict[str, Tensor]:
         async for items in asked.together():  # sending takes as long as a step of a small model, so send items together
             reply.send(part_outputs(items), is_last=False)
         return last_outputs((await asked)[0])

@@ -15,7 +15,7 @@ from tfexport.decode.result import FinishReason
 from tfexport.model.result import Result
 from tfexport.serve._schemas import Completion
 from tfexport.serve.http import EventStream, RequestError, answers_of, event, service_of
-from tfexport.serve.inference import DECODING, Asked, arguments, submit, submit_all
+from tfexport.serve.inference import DECODING, Submitted, arguments, submit, submit_all
 
 # Names of decoding options in the APIs of OpenAI and vLLM.
 _NAMES = {
@@ -68,7 +68,7 @@ def _decoding(data: Completion) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("temperature", "top_k", "top_p")}
 
 
-async def _events(head: dict[str, Any], generation: Asked, has_usage: bool) -> AsyncGenerator[bytes]:
+async def _events(head: dict[str, Any], generation: Submitted, has_usage: bool) -> AsyncGenerator[bytes]:
     async for piece in generation:
         yield event(head | {"choices": [_choice(0, str(piece), None)]})
     answers = [answer for answer in await generation if isinstance(answer, Result)]
@@ -82,7 +82,7 @@ def _choice(index: int, text: str, reason: FinishReason | None) -> dict[str, Any
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason and _REASONS[reason]}
 
 
-def _usage(generations: Sequence[Asked], answers: Sequence[Result]) -> dict[str, int]:
+def _usage(generations: Sequence[Submitted], answers: Sequence[Result]) -> dict[str, int]:
     read, written = sum(one.source_length for one in generations), sum(len(one.token_ids) for one in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 

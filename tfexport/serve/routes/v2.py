@@ -21,7 +21,7 @@ from tfexport.model.result import Result
 from tfexport.serve import _schemas as schemas
 from tfexport.serve import http, inference
 from tfexport.serve.http import VERSION, EventStream, RequestError, answers_of, event, service_of, unavailable
-from tfexport.serve.inference import OUTPUTS, Asked, Tensor, arguments, submit, submit_all
+from tfexport.serve.inference import OUTPUTS, Submitted, Tensor, arguments, submit, submit_all
 from tfexport.serve.metrics import Metrics
 from tfexport.text.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ async def generate_stream(request: Request, name: str, data: schemas.GenerateReq
     return EventStream(generation, _events(_head(name, data.id), generation))
 
 
-def _submit(request: Request, name: str, data: schemas.GenerateRequest, *, stream: bool) -> Asked:
+def _submit(request: Request, name: str, data: schemas.GenerateRequest, *, stream: bool) -> Submitted:
     service = service_of(request)
     options = arguments(data.parameters.model_dump(exclude_unset=True), service.config.max_timeout_s)  # type: ignore[attr-defined]
     return submit(service.loaded_engine(name), data.source, options, stream=stream)
@@ -107,7 +107,7 @@ def _head(name: str, request_id: str | None) -> dict[str, Any]:
     return {**head, "model_name": name, "model_version": VERSION}
 
 
-async def _events(head: dict[str, Any], generation: Asked) -> AsyncGenerator[bytes]:
+async def _events(head: dict[str, Any], generation: Submitted) -> AsyncGenerator[bytes]:
     async for piece in generation:
         yield event(head | ({"text_output": piece} if isinstance(piece, str) else {"output_ids": [piece]}))
     last = _generated(await generation, is_one=True)
@@ -128,7 +128,7 @@ async def infer(request: Request, name: str, data: schemas.InferRequest) -> Resp
     service, parameters = service_of(request), data.parameters.model_dump(exclude_unset=True)
     is_binary = parameters.pop("binary_data_output", False)
     with service.count_refusals(name):
-        sources, options = inference.asked_for(data.tensors, parameters, service.config)
+        sources, options = inference.parse_inputs(data.tensors, parameters, service.config)
         existing = [output for output in OUTPUTS if isinstance(sources[0], str) or output != "text_output"]
         requested = {
             output.name: is_binary if output.parameters.binary_data is None else output.parameters.binary_data
