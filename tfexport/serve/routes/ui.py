@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
-from tfexport.model.model import Model
 from tfexport.runtime.session import Aligns
 from tfexport.serve._schemas import TokensRequest
 from tfexport.serve.engine import Engine
@@ -74,7 +73,7 @@ def _about(engine: Engine) -> dict[str, Any]:
     texts = [sample.text for sample in samples if sample.target_ids and len(sample.text) <= MAX_EXAMPLE]
     return {
         "state": engine.state,
-        "facts": _facts(engine, engine.model),
+        "facts": _facts(engine),
         "has_alignment": isinstance(model.session, Aligns) and model.session.has_alignment,
         "max_target_length": model.spec.max_target_length,
         "defaults": model.defaults.given(),
@@ -82,8 +81,8 @@ def _about(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _facts(engine: Engine, model: Model) -> dict[str, str]:
-    spec, session, threads = model.spec, model.session, model.threads
+def _facts(engine: Engine) -> dict[str, str]:
+    model, spec, session, threads = engine.model, engine.model.spec, engine.model.session, engine.model.threads
     contents = model.manifest.files if model.manifest else {}
     weights = sum(contents[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in contents)
     facts = {
