@@ -148,7 +148,7 @@ def test_a_report_has_the_schema(name: str) -> None:
 
 def test_what_cannot_be_seen_from_outside_is_null() -> None:
     metrics = REPORTS["url"]()["metrics"]
-    assert metrics["load_time"] == {"unit": "ms", "value": None, "note": "not seen from outside the server"}
+    assert metrics["load_time"] == {"unit": "ms", "value": None, "note": "not measured with --url"}
     assert metrics["goodput"]["note"] == "needs a goal; set --goal-ms"
 
 

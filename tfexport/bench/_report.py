@@ -18,11 +18,11 @@ PERCENTILES = (50, 90, 95, 99)
 P99_SAMPLES = 1000  # with fewer samples, the 99th percentile depends on only a few of them
 STABLE_WITHIN, STABLE_WINDOWS = 0.10, 3
 _BINS = 40
-_UNSEEN = "not seen from outside the server"
+_UNSEEN = "not measured with --url"
 
 
 def build_result(
-    config: BenchConfig, found: Sequence[dict[str, Any]], about: dict[str, Any], parity: dict[str, Any]
+    config: BenchConfig, results: Sequence[dict[str, Any]], about: dict[str, Any], parity: dict[str, Any]
 ) -> dict[str, Any]:
     """Build a report from the measurements of each process.
 
@@ -30,17 +30,17 @@ def build_result(
     the cell with the highest token throughput.
     """
     cells = [
-        _cell(config, cell, [Samples(**process["cells"][index]) for process in found])
+        _cell(config, cell, [Samples(**process["cells"][index]) for process in results])
         for index, cell in enumerate(config.cells)
     ]
-    process = _process_metrics(found)
+    process = _process_metrics(results)
     best = max(range(len(cells)), key=lambda index: cells[index]["metrics"]["output_token_throughput"]["value"])
     reasons = _doubts(cells, parity)
     return {
         "schema": SCHEMA,
         "bundle": about["bundle"],
         "scenario": config.scenario,
-        "settings": {**settings(config), "backend": found[0]["backend"], "input": about["input"]},
+        "settings": {**settings(config), "backend": results[0]["backend"], "input": about["input"]},
         "parity": parity,
         "environment": about["environment"],
         "validity": {"valid": not reasons, "reasons": reasons},
@@ -144,12 +144,12 @@ def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str,
     }
 
 
-def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+def _process_metrics(results: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     metrics = {}
     names = {"load_time": "load_s", "load_to_first_token": "load_to_first_token_s", "peak_memory": "peak_memory_bytes"}
     for metric, name in names.items():
         unit, scale = ("ms", 1e3) if name.endswith("_s") else ("MB", 1e-6)
-        values = [process[name] * scale for process in found if name in process]
+        values = [process[name] * scale for process in results if name in process]
         metrics[metric] = _value(statistics.median(values) if values else None, unit, values)
     return metrics
 

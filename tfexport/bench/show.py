@@ -158,15 +158,15 @@ def _facts(result: dict[str, Any]) -> list[str]:
 def _serving(result: dict[str, Any]) -> dict[str, str]:
     if result["scenario"] != "server":
         return {}
-    settings, metrics, found = result["settings"], result["metrics"], {}
+    settings, metrics, facts = result["settings"], result["metrics"], {}
     if settings["goal_ms"]:
         goodput = number(metrics["goodput"]["value"])
-        found["goodput"] = f"{goodput} requests a second answered within {settings['goal_ms']:g} ms"
+        facts["goodput"] = f"{goodput} requests a second answered within {settings['goal_ms']:g} ms"
     if (share := metrics["slot_occupancy"]["value"]) is not None:
-        found["slots"] = f"{_percent(share)} in use by a step"
+        facts["slots"] = f"{_percent(share)} in use by a step"
     if (queue := metrics["queue_time"])["count"]:
-        found["queue"] = f"{number(queue['p50'])} ms, p90 {number(queue['p90'])}, p95 {number(queue['p95'])}"
-    return found | {"refused": f"{metrics['refused']['value']:,} requests"}
+        facts["queue"] = f"{number(queue['p50'])} ms, p90 {number(queue['p90'])}, p95 {number(queue['p95'])}"
+    return facts | {"refused": f"{metrics['refused']['value']:,} requests"}
 
 
 def _percent(share: float | None) -> str:

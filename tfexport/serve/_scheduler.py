@@ -236,9 +236,9 @@ class Scheduler:
         rows, before, start = self._loop.num_rows, self._loop.num_steps, time.monotonic()
         updates = self._loop.step(1 if self._is_held else max(1, int(TOGETHER_S / self._step_s)))
         end = time.monotonic()
-        if taken := self._loop.num_steps - before:
-            self._step_s += NEWEST * ((end - start) / taken - self._step_s)
-            self._observer.stepped(end - start, taken, rows)
+        if num_steps := self._loop.num_steps - before:
+            self._step_s += NEWEST * ((end - start) / num_steps - self._step_s)
+            self._observer.stepped(end - start, num_steps, rows)
         for job in self._beginning:
             job.began = end
             self._observer.began(end - job.arrived)

@@ -58,12 +58,12 @@ async def models(request: Request) -> Response:
 
 
 def _decoding(data: Completion) -> dict[str, Any]:
-    given = data.model_dump(exclude_unset=True, exclude_none=True)
-    options = {name: value for name, value in given.items() if name in _SAME}
-    options |= {ours: given[theirs] for theirs, ours in _NAMES.items() if given.get(theirs) not in (None, "", [])}
-    if given.get("ignore_eos") and "max_new_tokens" in options:
+    fields = data.model_dump(exclude_unset=True, exclude_none=True)
+    options = {name: value for name, value in fields.items() if name in _SAME}
+    options |= {ours: fields[theirs] for theirs, ours in _NAMES.items() if fields.get(theirs) not in (None, "", [])}
+    if fields.get("ignore_eos") and "max_new_tokens" in options:
         options["min_new_tokens"] = options["max_new_tokens"]
-    if given.get("temperature"):
+    if fields.get("temperature"):
         return {"do_sample": True, "top_k": 0} | options | ({"top_k": 0} if options.get("top_k") == -1 else {})
     return {name: value for name, value in options.items() if name not in ("temperature", "top_k", "top_p")}
 
