@@ -1,4 +1,4 @@
-"""What a tokenizer says of recorded texts, and the cause where it differs."""
+"""Compare a tokenizer with recorded texts; errors name the cause of a difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfexport.text.tokenizer import Tokenizer
 
 
 def compared(output: str, *, strips: bool) -> None:
-    """Compare a tokenizer whose words bring their space along."""
+    """Compare a tokenizer whose tokens include the space before a word."""
     words = ["<pad>", "<s>", "</s>", "<unk>", "▁one", "▁two", "▁three"]
     inner = Inner(models.WordLevel(dict(zip(words, range(7), strict=True)), unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()

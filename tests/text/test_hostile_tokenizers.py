@@ -1,4 +1,4 @@
-"""Hostile tokenizers: a trial in a subprocess refuses them, and what they do to a text is an error of that text."""
+"""Hostile tokenizers are refused by a trial in a subprocess, or fail only for the text that triggers them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 def plain() -> Json:
-    """A tokenizer of words with nothing around them."""
+    """A tokenizer of words without special tokens."""
     words = {"<unk>": 0, "a": 1, "b": 2, "aa": 3}
     inner = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -39,7 +39,7 @@ def chain(*steps: Json) -> Json:
     return {"type": "Sequence", "normalizers": list(steps)}
 
 
-# Every byte leads to a leaf of this trie, in a place that does not exist.
+# Every byte leads to a leaf of this trie that points outside of the text.
 _TRIE = (0x3FFFFF << 10).to_bytes(4, "little") * 256
 _CHARSMAP = len(_TRIE).to_bytes(4, "little") + _TRIE + b"a\0"
 PANICS = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(_CHARSMAP).decode()}

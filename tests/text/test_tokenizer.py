@@ -1,4 +1,4 @@
-"""The tokenizer wrapper, against tokenizers trained or put together here."""
+"""The tokenizer wrapper, with tokenizers that are trained or built here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def wrap(inner: tokenizers.Tokenizer, folder: Path, **changes: object) -> Tokeni
 
 
 def characters() -> tokenizers.Tokenizer:
-    """Characters, as models/dates has them."""
+    """Characters, as in models/dates."""
     inner = tokenizers.Tokenizer(
         models.WordLevel({token: i for i, token in enumerate(SPECIAL + CHARACTERS)}, unk_token="<unk>")
     )
@@ -64,7 +64,7 @@ def characters() -> tokenizers.Tokenizer:
 
 
 def byte_pairs() -> tokenizers.Tokenizer:
-    """Byte-level byte-pair encoding with an end token, as most models have it."""
+    """Byte-level byte-pair encoding with an end token, as in most models."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -94,7 +94,7 @@ def words(tmp_path: Path) -> Tokenizer:
     return wrap(byte_pairs(), tmp_path)
 
 
-# ---- both ways
+# ---- encoding and decoding
 
 
 @pytest.mark.parametrize("text", ["Dienstag, 3. März 2026", "火曜日3月", "الثلاثاء ٣ مارس", "вторник 3 марта", "อังคาร"])
@@ -105,7 +105,7 @@ def test_characters_are_ids_of_the_vocabulary(dates: Tokenizer, text: str) -> No
 
 @given(text=st.text(CHARACTERS, min_size=1, max_size=64).filter(lambda text: not text.isspace()))
 @settings(max_examples=200, deadline=None)
-def test_vocabulary_characters_come_back(dates: Tokenizer, text: str) -> None:
+def test_characters_are_decoded_to_the_same_text(dates: Tokenizer, text: str) -> None:
     normal = normalizers.NFKC().normalize_str(text)
     assume(len(normal) <= 64)
     assert dates.decode(dates.encode([text])[0]) == normal
@@ -114,18 +114,18 @@ def test_vocabulary_characters_come_back(dates: Tokenizer, text: str) -> None:
 @pytest.mark.parametrize(
     "text", [*CORPUS, "naïve café 🙂 ٣ مارس", "tab\there", "nul\0byte", "\u202eright to left", "a\u0301\u0302"]
 )
-def test_byte_pairs_come_back(tmp_path: Path, text: str) -> None:
+def test_byte_pairs_are_decoded_to_the_same_text(tmp_path: Path, text: str) -> None:
     tokenizer = wrap(byte_pairs(), tmp_path, max_source_length=200)
     assert tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
-def test_sources_end_as_the_file_says_and_targets_do_not(words: Tokenizer) -> None:
+def test_sources_have_the_special_tokens_of_the_file_and_targets_do_not(words: Tokenizer) -> None:
     (source,) = words.encode(["the fox"])
     assert source[-1] == TOKENS.eos
     assert words.encode_target("the fox") == source[:-1]
 
 
-# ---- what the file may not do
+# ---- options of the file that are ignored
 
 
 def test_padding_truncation_and_dropout_of_the_file_are_off(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_typed_special_tokens_are_characters(dates: Tokenizer, words: Tokenizer)
         assert words.decode(typed) == f"fox {special} dog"
 
 
-def test_a_special_token_that_the_vocabulary_holds_whole_is_unknown(tmp_path: Path) -> None:
+def test_a_special_token_in_a_text_is_unknown_if_it_is_one_token(tmp_path: Path) -> None:
     inner = tokenizers.Tokenizer(
         models.Unigram(
             [("<pad>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("a", -1.0), ("b", -1.0)], unk_id=3
@@ -160,7 +160,7 @@ def test_a_special_token_that_the_vocabulary_holds_whole_is_unknown(tmp_path: Pa
     inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
     raw = tokenizers.Tokenizer.from_str(inner.to_str())
     raw.encode_special_tokens = True
-    assert raw.encode("a</s>b").ids == [4, 2, 5, 2], "the library alone gives the end token away"
+    assert raw.encode("a</s>b").ids == [4, 2, 5, 2], "the library encodes it as the end token"
     assert wrap(inner, tmp_path).encode(["a</s>b"]) == [[4, 3, 5, 2]]
 
 
@@ -172,7 +172,7 @@ def test_a_special_token_without_unknown_token_is_refused(tmp_path: Path) -> Non
         tokenizer.encode(["a </s>"])
 
 
-# ---- texts that cannot be said
+# ---- invalid texts
 
 
 def test_every_bad_text_is_named_at_once(dates: Tokenizer) -> None:
@@ -190,7 +190,7 @@ def test_every_bad_text_is_named_at_once(dates: Tokenizer) -> None:
     assert caught.value.indices == tuple(range(1, 8))
 
 
-def test_every_bad_prefix_is_named_and_what_is_wrong_alike_once(dates: Tokenizer) -> None:
+def test_every_bad_prefix_is_named_and_equal_problems_once(dates: Tokenizer) -> None:
     assert dates.begin_targets(["", "3" * 15]) == [[], dates.encode(["3" * 15])[0]]
     with pytest.raises(InputError) as caught:
         dates.begin_targets(["20", " ", "3" * 16, "", " "])
@@ -214,7 +214,7 @@ def test_every_bad_pair_is_named_with_its_place(dates: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("texts", "message"), [([], "there is no text"), ("3. März", "expected a list of texts")])
-def test_no_list_of_texts(dates: Tokenizer, texts: list[str], message: str) -> None:
+def test_texts_have_to_be_a_list(dates: Tokenizer, texts: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         dates.encode(texts)
 
@@ -248,7 +248,7 @@ def test_unknown_among_known_characters_is_unknown(dates: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("unknown", [None, 0])
-def test_an_unknown_id_of_the_model_alone_keeps_nothing_from_being_dropped(tmp_path: Path, unknown: int | None) -> None:
+def test_an_unknown_id_of_only_the_model_does_not_keep_characters(tmp_path: Path, unknown: int | None) -> None:
     tokenizer = wrap(character_pairs(), tmp_path, tokens=TokenIds(pad=0, start=0, eos=0, unk=unknown))
     with pytest.raises(InputError, match="would drop"):
         tokenizer.encode(["béb"])
@@ -259,8 +259,8 @@ def test_an_unknown_id_of_the_model_alone_keeps_nothing_from_being_dropped(tmp_p
 @pytest.mark.parametrize(
     "model", [{}, {"end_of_word_suffix": "€"}, {"continuing_subword_prefix": "x"}], ids=["plain", "suffix", "prefix"]
 )
-def test_byte_pairs_drop_nothing_unsaid(model: dict[str, str], text: str) -> None:
-    """Refused exactly when the library's tokens spell less than the text."""
+def test_byte_pairs_never_drop_characters_silently(model: dict[str, str], text: str) -> None:
+    """A text is refused exactly if the library's tokens have fewer characters."""
     inner = tokenizers.Tokenizer(
         models.BPE({"<pad>": 0, "a": 1, "b": 2, "a€": 3, "é€": 4, "xa": 5, "xé": 6, "☃": 7, "€": 8}, [], **model)
     )
@@ -295,7 +295,7 @@ def test_more_tokens_than_the_model_are_refused_for_both_sides(tmp_path: Path) -
 
 
 def test_special_tokens_are_the_model_s_own(tmp_path: Path) -> None:
-    """A file that names none has the model's all the same: no text becomes one, and no text shows one."""
+    """If the file has no special tokens, the model's are neither encoded nor decoded."""
     inner = characters()
     data = json.loads(inner.to_str())
     assert data.pop("added_tokens")
@@ -342,7 +342,7 @@ def test_threads_share_a_tokenizer(words: Tokenizer) -> None:
             assert list(pool.map(words.encode, texts)) == expected
 
 
-def test_forking_afterwards_warns_of_nothing(tmp_path: Path) -> None:
+def test_forking_afterwards_causes_no_warning(tmp_path: Path) -> None:
     inner = byte_pairs()
     wrap(inner, tmp_path)
     spec = spec_of(inner).to_dict()
@@ -381,7 +381,7 @@ def sentence_pieces() -> tokenizers.Tokenizer:
 @pytest.mark.parametrize("make", [characters, byte_pairs, sentence_pieces])
 @given(data=st.data())
 @settings(max_examples=50, deadline=None)
-def test_decoding_with_no_other_token_is_decoding(
+def test_decoding_without_replacements(
     make: object, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     inner = make()  # type: ignore[operator]
@@ -390,7 +390,7 @@ def test_decoding_with_no_other_token_is_decoding(
     assert tokenizer.decode_with(ids, {}) == tokenizer.decode(ids)
 
 
-def test_what_is_copied_is_spelled_as_the_target_spells_it(tmp_path: Path) -> None:
+def test_copies_are_tokens_if_source_and_target_spell_alike(tmp_path: Path) -> None:
     tokenizer = wrap(sentence_pieces(), tmp_path)
     copies = tokenizer.copies("we see 日本 in Tokyo")
     assert copies == ["▁we", "▁see", "▁", "日本", "▁in", "▁To", "kyo", None]
@@ -400,7 +400,7 @@ def test_what_is_copied_is_spelled_as_the_target_spells_it(tmp_path: Path) -> No
     assert tokenizer.decode_with([4 + 2, 3, 4 + 1], {1: "▁To"}) == "see To we"
 
 
-def test_what_is_copied_between_two_kinds_of_tokens_is_the_text_itself(tmp_path: Path) -> None:
+def test_copies_are_text_if_source_and_target_spell_differently(tmp_path: Path) -> None:
     source, target = sentence_pieces(), characters()
     (tmp_path / "source.json").write_text(source.to_str())
     (tmp_path / "target.json").write_text(target.to_str())
@@ -409,7 +409,7 @@ def test_what_is_copied_between_two_kinds_of_tokens_is_the_text_itself(tmp_path:
     assert [piece for piece in tokenizer.copies("see Tokyo 日本") if piece != " "] == ["see", "To", "kyo", "日本", None]
 
 
-def test_what_stands_around_a_text_is_never_copied(tmp_path: Path) -> None:
+def test_ids_around_a_text_are_never_copied(tmp_path: Path) -> None:
     inner = sentence_pieces()
     inner.save(str(tmp_path / "tokenizer.json"))
     text = TextConfig(source_prefix=(5,), source_suffix=(6, 2))
