@@ -108,7 +108,7 @@ def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, byt
         files = {TOKENIZER: own or files[TOKENIZER]}
     for raw in files.values():
         try:
-            try_tokenizer(raw, f"tokenizer {path}:")
+            try_tokenizer(raw, f"tokenizer {path}")
         except BundleError as error:
             raise CheckpointError(str(error)) from error
     sides: dict[str, Side | None] = {TOKENIZER: side, TARGET_TOKENIZER: "target"}
