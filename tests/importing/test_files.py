@@ -77,9 +77,12 @@ def test_safetensors_that_begin_as_a_pickle_does(tmp_path: Path) -> None:
         ({"model_state": STATE, "train_iter_state": torch.ones(8), "scaler_state": None}, "the entry 'model_state'"),
         ({"model": {"state_dict": STATE}}, "'state_dict'"),
         ({"transformer": STATE, "epoch": 3}, "taken from the entry 'transformer'"),
-        ({f"module.{name}": tensor for name, tensor in STATE.items()}, "took the prefix 'module.' off every key"),
-        ({"state_dict": {f"model.{name}": t for name, t in STATE.items()}}, "took the prefix 'model.' off every key"),
-        ({f"module._orig_mod.{n}": t for n, t in STATE.items()}, "took the prefix '_orig_mod.' off every key"),
+        ({f"module.{name}": tensor for name, tensor in STATE.items()}, "removed the prefix 'module.' from every"),
+        (
+            {"state_dict": {f"model.{name}": t for name, t in STATE.items()}},
+            "removed the prefix 'model.'",
+        ),
+        ({f"module._orig_mod.{n}": t for n, t in STATE.items()}, "removed the prefix '_orig_mod.' from every key"),
         ({**STATE, "epoch": 3}, "left out entries that are not tensors: 'epoch'"),
     ],
 )
@@ -170,7 +173,7 @@ def test_averaged_weights_by_choice(tmp_path: Path) -> None:
     torch.save({"model": STATE, "ema": {"module": averaged, "decay": 0.999}}, tmp_path / "a.pt")
     usual = read_checkpoint(tmp_path / "a.pt")
     assert is_state(usual.tensors)
-    assert usual.notes == ("taken from the entry 'model'; 'ema' is there too: take it with --entry ema",)
+    assert usual.notes == ("taken from the entry 'model'; to take 'ema' instead, give --entry ema",)
     chosen = read_checkpoint(tmp_path / "a.pt", "ema")
     assert is_state(chosen.tensors, averaged)
     assert is_state(read_checkpoint(tmp_path / "a.pt", "ema.module").tensors, averaged)
@@ -234,9 +237,9 @@ def test_a_whole_module_does_not_load(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (b"", "is empty; copy it again"),
-        (b"not a checkpoint at all", "neither safetensors nor a file of torch.save"),
-        (b"\x00" * 100, "neither safetensors nor a file of torch.save"),
-        (struct.pack("<Q", 2**60) + b"{}", "neither safetensors"),
+        (b"not a checkpoint at all", "not safetensors or a file of torch.save"),
+        (b"\x00" * 100, "not safetensors or a file of torch.save"),
+        (struct.pack("<Q", 2**60) + b"{}", "not safetensors"),
         (b"\x80\x04garbage", "is damaged, cut short or no"),
         (b"PK\x03\x04garbage", "is damaged or cut short"),
         (b"\x80", "is damaged, cut short or no"),
@@ -289,7 +292,7 @@ def test_names_in_an_archive_are_no_paths(tmp_path: Path) -> None:
         (torch.ones(2), "holds Tensor, expected a state dict"),
         ({"epoch": 3}, "holds no tensors"),
         ({}, "holds no tensors"),
-        ({1: torch.ones(2)}, "has tensors under 1, expected names"),
+        ({1: torch.ones(2)}, "has a tensor named 1, expected text"),
         ({"model": STATE, "state_dict": STATE}, "holds several state dicts, state_dict, model"),
     ],
 )
@@ -340,7 +343,7 @@ def test_shards(suffix: str, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": dict(zip(STATE, names, strict=True))}))
     assert is_state(read_checkpoint(path).tensors)
     (path / names[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{names[1]} missing; copy every shard"):
+    with pytest.raises(CheckpointError, match=f"{names[1]} not found; copy every shard"):
         read_checkpoint(path)
 
 

@@ -140,8 +140,8 @@ def bundle(unproven: Made, tmp_path: Path) -> Path:
 
 def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, proven: Made) -> None:
     result = proven.imported
-    assert "source prefix 1: so the recorded texts have it" in result.stderr
-    assert "source suffix 2: so the recorded texts have it" in result.stderr
+    assert "source prefix 1: as in the recorded texts" in result.stderr
+    assert "source suffix 2: as in the recorded texts" in result.stderr
     assert "for 12 recorded texts" in result.stderr
     assert "tokenizer" not in result.stdout, "nothing about it is unverified"
     assert json.loads((proven.model / "certificate.json").read_text())["texts"] == 12
@@ -207,7 +207,7 @@ def test_a_later_checkpoint_keeps_the_ids_of_recorded_texts_alone(user: User, tm
     write_reference(replace(read_reference(user.folder / "texts.golden.safetensors"), weights={}), reference)
     given = [*GIVEN, "--reference", reference, "--tokenizer", lists[0], "--target-tokenizer", lists[1]]
     result = ran("import", tmp_path / "later.pt", "--output", tmp_path / "m", *given)
-    assert "they are not those of the reference outputs" in result.stderr
+    assert "they differ from the weights of the reference outputs" in result.stderr
     samples = json.loads((tmp_path / "m" / "text.json").read_text())["samples"]
     assert [sample["source_ids"] for sample in samples] == [user.to_ids(text) for text in user.inputs[:12]]
     assert all(sample["target_ids"] == [] and sample["output"] is None for sample in samples)

@@ -102,10 +102,12 @@ def test_a_model_that_was_made_to_harm_is_refused(change: Callable[[Any], None],
 def test_a_model_whose_ids_are_not_the_models(tmp_path: Path) -> None:
     path = tmp_path / "spm.model"
     train(path)
-    problem = "its ids are not the model's: the unknown token is 0, of the model 1; give the directory whose vocab.json"
+    problem = (
+        "its unknown token is 0, that of the model is 1; the model has other ids: give the directory whose vocab.json"
+    )
     with pytest.raises(CheckpointError, match=problem):
         tokenizer_json(path, spec(300, eos=2, unk=1))
-    with pytest.raises(CheckpointError, match=r"its ids are not the model's: .*end token 7 is the ordinary piece"):
+    with pytest.raises(CheckpointError, match=r"end token 7 is the ordinary piece .*the model has other ids"):
         tokenizer_json(path, spec(300, eos=7, unk=0))
     tokenizer_json(path, spec(300, eos=2, unk=0))
     tokenizer_json(path, spec(300, eos=7, unk=0), "source")  # only the target needs the end token
@@ -223,7 +225,7 @@ def test_a_list_of_joeynmt_with_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listed", "codes", "problem"),
     [
-        ("th@@ 5\ne 3\n", None, "has pieces of words, and there are no codes next to it; name them bpecodes"),
+        ("th@@ 5\ne 3\n", None, "has pieces of words, but no codes next to it; copy them there as bpecodes"),
         ("the 5\na 3\nthe 1\n", None, "line 3 repeats line 1"),
         ("the 5\n<pad> 3\n", None, "line 2 repeats a special token"),
         ("th@@ 5\ne 3\n", "t h\ne </w>\n", "version 0.1"),
@@ -244,12 +246,12 @@ def test_a_list_that_cannot_be_read(listed: str, codes: str | None, problem: str
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("vocab.json", json.dumps({"<s>": 0, "the": 1}), "has ids alone, as a vocab.json.*give the directory"),
-        ("merges.txt", "#version: 0.2\nt h\nth e\n", "has merges alone, as a merges.txt.*give the directory"),
-        ("merges.txt", "t h\nth e\nĠ the\n", "has merges alone, as a merges.txt"),
-        ("config.json", json.dumps({"model_type": "bart"}), "is a JSON, but no tokenizer.json, for it has no model"),
+        ("vocab.json", json.dumps({"<s>": 0, "the": 1}), "has only ids, as a vocab.json.*give the directory"),
+        ("merges.txt", "#version: 0.2\nt h\nth e\n", "has only merges, as a merges.txt.*give the directory"),
+        ("merges.txt", "t h\nth e\nĠ the\n", "has only merges, as a merges.txt"),
+        ("config.json", json.dumps({"model_type": "bart"}), "is not a tokenizer.json, for it has no model"),
         ("tokenizer.json", json.dumps({"model": {"type": "BPE"}}), "is not a valid tokenizer.json"),
-        ("tokenizer.json", '{"model": {"ty', "is no JSON"),
+        ("tokenizer.json", '{"model": {"ty', "is not JSON"),
     ],
 )
 def test_a_part_of_a_tokenizer_is_refused(name: str, content: str, problem: str, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 # torch.compile, FSDP and activation checkpointing insert these into keys if they wrap a submodule.
 _INFIX = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Keys next to a wrapped model: the counter of AveragedModel, the weights of a loss or a metric.
-_BESIDE = re.compile(r"n_averaged|(criterion|loss|loss_fn|loss_func|metric|metrics)(\.|_fn\.|_func\.).*")
+_OTHER = re.compile(r"n_averaged|(criterion|loss|loss_fn|loss_func|metric|metrics)(\.|_fn\.|_func\.).*")
 _AVERAGED = re.compile(r"ema|average|swa|shadow")
 # Entries with tensors that are not weights.
 _NO_MODEL = re.compile(r"optim|sched|scaler|ema|rng")
@@ -59,18 +59,13 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State dict and metadata of a checkpoint.
-
-    `tensors` are mapped to a copy of their file; do not modify them. `files` has the size and checksum of each file.
-    `hf_generation` is empty if there is no generation_config.json. `notes` lists removed wrappers, prefixes and
-    entries.
-    """
+    """State dict and metadata of a checkpoint; do not modify the tensors."""
 
     tensors: Mapping[str, Tensor]
     files: Mapping[str, FileSum] = field(default_factory=dict)
     hf_config: Mapping[str, Any] | None = None
     hf_generation: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # about removed wrappers, prefixes and entries
 
 
 def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
@@ -81,33 +76,26 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
             an accelerate or Lightning folder with one checkpoint.
         entry: the state dict to read if there are several: the name of its entry, with dots if nested, or a prefix of
             keys.
-
-    Raises:
-        CheckpointError: The file is missing, empty, damaged or larger than the memory, or contains anything other than
-            tensors and plain values. The message lists every tensor that is not a plain array.
     """
     path = Path(path)
     notes: list[str] = []
     config: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] = {}
+    tensors: Mapping[str, Tensor] = {}
+    sums: dict[str, FileSum] = {}
     try:
-        if path.is_dir():
-            weights = _weights_in(path)
-            if (path / CONFIG).exists():
-                config = _read_object(path / CONFIG)
-                generation = _read_object(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).exists() else {}
-            else:
-                notes.append(f"taken from {weights.relative_to(path)}")
-        elif problem := plain_problem(path):
+        if not path.is_dir() and (problem := plain_problem(path)):
             raise CheckpointError(f"{path}: {problem}; give a state dict file or a Hugging Face directory")
-        else:
-            weights = path
-        tensors: Mapping[str, Tensor] = {}
-        sums: dict[str, FileSum] = {}
+        weights = _weights_in(path) if path.is_dir() else path
+        if path.is_dir() and (path / CONFIG).exists():
+            config = _read_object(path / CONFIG)
+            generation = _read_object(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).exists() else {}
+        elif weights != path:
+            notes.append(f"taken from {weights.relative_to(path)}")
         for file in _shards(weights) if weights.name.endswith(_INDEX) else [weights]:
             part, sums[printable(file.name)] = _read_file(file, entry, notes)
             if twice := sorted(part.keys() & tensors.keys()):
-                raise CheckpointError(f"{file}: has {twice[0][:120]}, as another shard has; save the checkpoint again")
+                raise CheckpointError(f"{file}: {twice[0][:120]} is in another shard too; save the checkpoint again")
             tensors = {**tensors, **part}
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
@@ -121,8 +109,7 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
 def _weights_in(folder: Path) -> Path:
     if known := next((folder / name for name in _WEIGHTS if (folder / name).exists()), None):
         return known
-    places = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
-    found = [file for place in places for file in sorted(place.iterdir()) if file.suffix in _SUFFIXES]
+    found = [file for name in _FOLDERS for file in sorted((folder / name).glob("*")) if file.suffix in _SUFFIXES]
     if len(found) == 1:
         return found[0]
     if found:
@@ -145,11 +132,10 @@ def _shards(index: Path) -> list[Path]:
     files = sorted(set(names.values()))
     outside = [name for name in files if not re.fullmatch(r"[\w.-]+", name) or name in (".", "..")]
     if outside or not files or len(files) > _MAX_SHARDS:
-        raise CheckpointError(
-            f"{index}: names {shortened((outside or files)[:3])}, expected files in the same directory"
-        )
+        names = shortened((outside or files)[:3])
+        raise CheckpointError(f"{index}: has shards {names}, expected files in the same directory")
     if missing := [name for name in files if not (index.parent / name).is_file()]:
-        raise CheckpointError(f"{index}: {', '.join(missing[:8])} missing; copy every shard")
+        raise CheckpointError(f"{index}: {', '.join(missing[:8])} not found; copy every shard")
     return [index.parent / name for name in files]
 
 
@@ -179,14 +165,14 @@ def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
 
     The path is valid inside the block. Tensors mapped from the copy stay valid after it.
     """
-    with path.open("rb", buffering=0) as file, _private_file() as copy:
+    with (
+        path.open("rb", buffering=0) as file,
+        os.fdopen(os.memfd_create("checkpoint"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as copy,
+    ):
         before = os.fstat(file.fileno())
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if before.st_size > memory:
-            raise CheckpointError(
-                f"{path}: has {before.st_size} bytes, more than this machine's memory of {memory} bytes; "
-                "use a larger machine"
-            )
+            raise CheckpointError(f"{path}: has {before.st_size} bytes, more than this machine's memory of {memory}")
         digest = hashlib.sha256()
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -194,16 +180,10 @@ def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
         copy.flush()
         size, after = copy.tell(), os.fstat(file.fileno())
         if (before.st_size, before.st_mtime_ns) != (size, after.st_mtime_ns):
-            raise CheckpointError(f"{path}: was changed while it was read; give it again when it is whole")
+            raise CheckpointError(f"{path}: was changed while it was read; try again when it is complete")
         descriptors = Path("/proc/self/fd")
         folder = descriptors if descriptors.exists() else Path("/dev/fd")
         yield folder / str(copy.fileno()), FileSum(size, digest.hexdigest())
-
-
-def _private_file() -> Any:
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("checkpoint"), "w+b")
-    return tempfile.TemporaryFile()
 
 
 def _read_content(copy: Path, path: Path) -> Any:
@@ -218,10 +198,8 @@ def _read_content(copy: Path, path: Path) -> Any:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
     except Exception as error:  # also PyTorch errors about unsupported dtypes
         kind = "" if isinstance(error, SafetensorError) else f"{type(error).__name__}: "
-        raise CheckpointError(
-            f"{path}: is neither safetensors nor a file of torch.save, or damaged or cut short ({kind}{error}); "
-            "copy it again"
-        ) from error
+        problem = f"is damaged, cut short, or not safetensors or a file of torch.save ({kind}{error})"
+        raise CheckpointError(f"{path}: {problem}; copy it again") from error
 
 
 def _entry(path: Path, data: Any, entry: str) -> Any:
@@ -232,9 +210,7 @@ def _entry(path: Path, data: Any, entry: str) -> Any:
             return _entry(path, data[name], rest) if rest else data[name]
     under = {name.removeprefix(f"{entry}."): data[name] for name in names if name.startswith(f"{entry}.")}
     if not under:
-        raise CheckpointError(
-            f"{path}: has no entry {entry!r}; there is {shortened(', '.join(names))}; leave --entry out to be told more"
-        )
+        raise CheckpointError(f"{path}: has no entry {entry!r}, only {shortened(', '.join(names))}; choose one of them")
     return under
 
 
@@ -254,14 +230,12 @@ def _unwrap(path: Path, data: Any, notes: list[str]) -> dict[str, Tensor]:
             notes.append(f"taken from the entries {names[0]!r} and 'generator'")
             return _tensors(path, _joined({"": inner[names[0]], "generator.": inner["generator"]}), notes)
         if len(names) > 1:
-            raise CheckpointError(
-                f"{path}: holds several state dicts, {', '.join(names)}; choose with --entry {names[0]}, or another"
-            )
+            raise CheckpointError(f"{path}: holds several state dicts, {', '.join(names)}; choose one with --entry")
         if names or len(inner) == 1:
             name = names[0] if names else next(iter(inner))
             others = [str(key) for key, value in data.items() if isinstance(value, Mapping) and key != name]
             averaged = next(filter(_AVERAGED.search, others), None)
-            more = f"; {averaged!r} is there too: take it with --entry {averaged}" if averaged else ""
+            more = f"; to take {averaged!r} instead, give --entry {averaged}" if averaged else ""
             notes.append(f"taken from the entry {name!r}{more}")
             data = inner[name]
             continue
@@ -288,7 +262,7 @@ def _tensors(path: Path, data: Mapping[Any, Any], notes: list[str]) -> dict[str,
         notes.append(f"left out entries that are not tensors: {shortened(', '.join(others))}")
     found = {key: value.detach() for key, value in data.items() if isinstance(value, Tensor)}
     if strange := [key for key in found if not (isinstance(key, str) and key.isprintable())]:
-        raise CheckpointError(f"{path}: has tensors under {shortened(strange[0])}, expected names; {STATE_DICT_ONLY}")
+        raise CheckpointError(f"{path}: has a tensor named {shortened(strange[0])}, expected text; {STATE_DICT_ONLY}")
     return found
 
 
@@ -300,7 +274,7 @@ def tensor_problems(tensors: Mapping[str, Tensor], num_bytes: int) -> list[str]:
 def _problem(tensor: Tensor, num_bytes: int) -> str:
     expected, problem = "expected plain weights", ""
     if tensor.is_nested:
-        problem = f"is nested, rows of unequal length, {expected}; save each row under a name of its own"
+        problem = f"is nested, rows of unequal length, {expected}; save each row under its own name"
     elif tensor.layout != torch.strided:
         problem = f"is sparse ({tensor.layout}), {expected}; save its to_dense()"
     elif tensor.is_quantized:
@@ -308,9 +282,8 @@ def _problem(tensor: Tensor, num_bytes: int) -> str:
     elif tensor.is_meta:
         problem = f"is on the device meta and has no values, {expected}; save the state dict of a materialized model"
     elif tensor.is_floating_point() and tensor.dtype not in _FLOATS:
-        floats = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
-        narrow = str(tensor.dtype).removeprefix("torch.")
-        problem = f"is {narrow}, expected {floats}; multiply it by its scale, if it has one, and save it as bfloat16"
+        floats = ", ".join(map(str, _FLOATS))
+        problem = f"is {tensor.dtype}, expected {floats}; multiply it by its scale, if any, and save it as bfloat16"
     elif tensor.is_floating_point() and _repeats(tensor) and tensor.numel() * tensor.itemsize > num_bytes:
         size = list(tensor.shape)
         problem = f"is expanded to {size}, larger than the whole file, expected stored values; save its contiguous()"
@@ -324,17 +297,17 @@ def _repeats(tensor: Tensor) -> bool:
 
 def without_prefix(tensors: Mapping[str, T], notes: list[str]) -> Mapping[str, T]:
     """Remove what training wrappers add to keys, and describe it in `notes`."""
-    beside = [key for key in tensors if _BESIDE.fullmatch(key)]
-    others = [key for key in tensors if key not in beside]
-    if beside and any(all(key.startswith(prefix) for key in others) for prefix in _PREFIXES):
-        notes.append(f"left out keys that are not part of the model: {shortened(', '.join(beside))}")
-        tensors = {key: tensors[key] for key in others}
+    own = [key for key in tensors if not _OTHER.fullmatch(key)]
+    if len(own) < len(tensors) and any(all(key.startswith(prefix) for key in own) for prefix in _PREFIXES):
+        others = ", ".join(key for key in tensors if _OTHER.fullmatch(key))
+        notes.append(f"left out keys that are not part of the model: {shortened(others)}")
+        tensors = {key: tensors[key] for key in own}
     while prefix := next(
         (p for p in _PREFIXES if tensors and all(key.startswith(p) and key != p for key in tensors)), ""
     ):
-        notes.append(f"took the prefix {prefix!r} off every key")
+        notes.append(f"removed the prefix {prefix!r} from every key")
         tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
     if infixes := sorted({found[1] for key in tensors for found in _INFIX.finditer(key)}):
-        notes.append(f"took {', '.join(map(repr, infixes))} out of the keys")
+        notes.append(f"removed {', '.join(map(repr, infixes))} from the keys")
         tensors = {_INFIX.sub("", key): value for key, value in tensors.items()}
     return tensors

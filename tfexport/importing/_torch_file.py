@@ -21,7 +21,7 @@ _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 # Classes of objects that training scripts save next to the weights: options, paths, dates, NumPy numbers. They are
 # replaced by inert objects, and their code is not imported.
-_KEPT_BESIDE = (
+_OTHERS = (
     *("argparse.Namespace", "types.SimpleNamespace", "numpy.dtype", "numpy.ndarray"),
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
     *(f"datetime.{name}" for name in ("date", "datetime", "timedelta", "timezone")),
@@ -34,7 +34,7 @@ _KEPT_BESIDE = (
     *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
     *(f"numpy.dtypes.{kind}DType" for kind in ("Float16", "Float32", "Float64", "Int32", "Int64", "Bool", "Str")),
 )
-_MAPPINGS_BESIDE = (
+_MAPPINGS = (
     "collections.defaultdict",
     "lightning.fabric.utilities.data.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict",
@@ -43,8 +43,6 @@ _MAPPINGS_BESIDE = (
 
 
 class _Inert:
-    """Accept and ignore everything that a pickle sets."""
-
     def __new__(cls, *_: object) -> _Inert:
         return super().__new__(cls)
 
@@ -59,18 +57,9 @@ class _InertMapping:
         return OrderedDict()
 
 
-_STAND_INS: list[Any] = [
-    *((_Inert, name) for name in _KEPT_BESIDE),
-    *((_InertMapping, name) for name in _MAPPINGS_BESIDE),
-]
-
-
 def is_torch_file(head: bytes) -> bool:
-    """Return whether the first 9 or more bytes can be those of a `torch.save` file.
-
-    A safetensors file can begin with the same byte, but the brace of its header follows.
-    """
-    return head.startswith((_ZIP, _PICKLE)) and head[8:9] != b"{"
+    """Return whether the first 9 or more bytes can be those of a `torch.save` file."""
+    return head.startswith((_ZIP, _PICKLE)) and head[8:9] != b"{"  # the header of safetensors
 
 
 def read_torch(file: Path, path: Path) -> Any:
@@ -82,34 +71,31 @@ def read_torch(file: Path, path: Path) -> Any:
         is_zip = opened.read(len(_ZIP)) == _ZIP
     if is_zip:
         _check_archive(file, path)
+    inert: list[Any] = [(_Inert, name) for name in _OTHERS] + [(_InertMapping, name) for name in _MAPPINGS]
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_STAND_INS):
+        with warnings.catch_warnings(), torch.serialization.safe_globals(inert):
             warnings.simplefilter("ignore")  # about pickles that `torch.load` then refuses
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # PyTorch raises all kinds of errors for damaged files
-        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise CheckpointError(
-                f"{path}: holds more than tensors and plain values ({found[1]}), which cannot be read without "
-                f"running code of the file; {STATE_DICT_ONLY}"
-            ) from error
-        if found := re.search(r"must be imported to load ([\w ]+)", str(error)):
-            raise CheckpointError(
-                f"{path}: holds {found[1].strip()}, expected plain tensors; save them dense and whole"
-            ) from error
         reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({shortened(first_line(error))})"
-        raise CheckpointError(
-            f"{path}: is damaged, cut short or no file of torch.save{reason}; copy it again"
-        ) from error
+        problem = f"is damaged, cut short or not a file of torch.save{reason}; copy it again"
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            problem = (
+                f"holds more than tensors and plain values ({found[1]}), which cannot be read without running code of "
+                f"the file; {STATE_DICT_ONLY}"
+            )
+        elif found := re.search(r"must be imported to load ([\w ]+)", str(error)):
+            problem = f"holds {found[1].strip()}, expected plain tensors; save them dense and whole"
+        raise CheckpointError(f"{path}: {problem}") from error
     if not is_zip and len(_storages(loaded)) > _num_listed(file):
-        # PyTorch would leave the memory of the others as it is.
+        # PyTorch would not initialize the memory of the other storages.
         raise CheckpointError(f"{path}: is damaged (it lacks the values of some tensors); copy it again")
     return loaded
 
 
 def _storages(loaded: Any) -> set[int]:
     """Return an identity of each storage that the tensors in nested containers use."""
-    found: set[int] = set()
-    waiting, seen = [loaded], set()
+    found, seen, waiting = set[int](), set[int](), [loaded]
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
@@ -146,9 +132,8 @@ def _check_archive(file: Path, path: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:  # zipfile raises all kinds of errors for damaged files
-        raise CheckpointError(
-            f"{path}: is damaged or cut short ({shortened(first_line(error))}); copy it again"
-        ) from error
+        reason = shortened(first_line(error))
+        raise CheckpointError(f"{path}: is damaged or cut short ({reason}); copy it again") from error
     if damaged:
-        problem = "is there twice" if twice else "has another checksum"
+        problem = "is there twice" if twice else "does not match its checksum"
         raise CheckpointError(f"{path}: is damaged or cut short (record {damaged!r} {problem}); copy it again")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from pathlib import Path
 from torch import Tensor
 
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
+from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
-from tfexport.importing._files import Checkpoint, read_checkpoint, without_prefix
+from tfexport.importing._files import read_checkpoint, without_prefix
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, Search, detect
 from tfexport.importing.huggingface import Family, Reader, as_loaded, families, family_of, read_settings, read_tokens
@@ -31,8 +33,8 @@ from tfexport.importing.layout.layout import (
     read_layout,
     render_layout,
 )
-from tfexport.importing.reference.certificate import Certificate, certify, unproven
-from tfexport.importing.reference.compare import BASELINES, Comparison, compare, fitting_threads, tolerance
+from tfexport.importing.reference.certificate import Certificate, certify
+from tfexport.importing.reference.compare import BASELINES, compare, fitting_threads, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
 from tfexport.importing.reference.weights import check_weights, completed
 from tfexport.importing.text import ImportedText, Tokenizers, import_text
@@ -42,13 +44,12 @@ from tfexport.nn.switches import Value
 from tfexport.text.config import TextConfig
 
 _REFERENCE_SUFFIX = ".golden.safetensors"
-# Error of folds whose results are rounded to the dtype of the weights.
-_ROUNDED = 1e-5
+_ROUNDED = 1e-5  # error of folds whose results are rounded to the dtype of the weights
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The layout with every setting, the model configuration, certificate and notes."""
+    """Result of an import: the layout has all settings."""
 
     layout: Layout
     config: TransformerConfig
@@ -77,9 +78,6 @@ class _Proof:
     def apply(self, layout: Layout) -> Canonical:
         return apply_layout(layout, self.wide, attributes=self.reference.attributes)
 
-    def compare(self, layout: Layout, canonical: Canonical) -> tuple[Comparison, float]:
-        return compare(canonical, self.reference), tolerance(self.reference, layout.baseline)
-
 
 def import_checkpoint(
     path: Path | str,
@@ -100,7 +98,8 @@ def import_checkpoint(
     the checkpoint. The weights keep their dtypes.
 
     Args:
-        path: checkpoint file or directory, see `read_checkpoint`.
+        path: a checkpoint: a safetensors or `torch.save` file, a Hugging Face directory, or an accelerate or Lightning
+            folder.
         output: model directory to create.
         config: layout, heads and settings.
         reference: file of reference outputs, written by `tfexport.record_reference`.
@@ -112,38 +111,24 @@ def import_checkpoint(
         on_progress: called with the name of a stage that may take long, and its progress from 0 to 1.
 
     Raises:
-        CheckpointError: The checkpoint, reference file or tokenizer cannot be read or does not fit, or no layout is
-            known.
+        CheckpointError: A file cannot be read or does not fit the model, or no layout is known.
         ConfigError: A layout or setting is invalid.
         ParityError: The model does not reproduce the reference outputs, or the tokenizer the recorded texts.
         BackendError: A package that reads the tokenizer is not installed.
     """
-    reference = reference or golden
     config, path, output = config or ImportConfig(), Path(path), Path(output)
     check_free(output, force=force)
-    checkpoint = read_checkpoint(path, config.entry)
-    for name, file in checkpoint.files.items():
-        report(f"read {name}: {file.bytes} bytes, sha256 {file.sha256}")
-    for note in checkpoint.notes:
-        report(f"{path}: {note}")
-    given = _settings(config)
-    family, settings = _family(checkpoint, config, given, has_reference=reference is not None, report=report)
-    settings |= given
-    if family:
-        tensors = as_loaded(family, checkpoint.hf_config or {}, checkpoint.tensors, report)
-        checkpoint = replace(checkpoint, tensors=tensors)
-    layout = _named_layout(config, checkpoint, family)
-    proof = _proof(reference, path, checkpoint, family, report) if reference else None
+    task = _Import(path, config, reference or golden, report)
+    checkpoint, proof, layout = task.checkpoint, task.proof, task.layout
     with fitting_threads(checkpoint.tensors.values()):
         if layout is None:
-            budget = Budget(config.search_budget, report, partial(on_progress, "searching"))
-            layout = _find_layout(config, checkpoint, proof, settings, budget, output, report)
-        layout, unknown = _settled(layout, settings, proof)
-        certificate = _certified(layout, proof, partial(on_progress, "certifying")) if proof else unproven(layout.name)
-        canonical, notes = _apply(layout, checkpoint, proof)
+            layout = task.find_layout(Budget(config.search_budget, report, partial(on_progress, "searching")), output)
+        layout, unknown = task.settled(layout)
+        certificate = _certified(layout, proof, partial(on_progress, "certifying"))
+        canonical, notes = task.apply(layout)
         own_notes, has_own_weights = _compare_own_weights(layout, canonical, proof)
-    text = _text(path, checkpoint, config, (tokenizer, target_tokenizer), proof, canonical, has_own_weights)
-    defaults, generation_notes = _generation(checkpoint, canonical.config, given, text.generation)
+    text = task.text(tokenizer, target_tokenizer, model_spec(canonical.config, "fp32"), has_own_weights=has_own_weights)
+    defaults, generation_notes = task.generation(canonical.config, text.generation)
     certificate = replace(
         certificate,
         unverified=(*certificate.unverified, *unknown, *text.unverified),
@@ -158,7 +143,12 @@ def import_checkpoint(
     }
     if options := defaults.given():
         files[GENERATION] = (json.dumps(options, indent=2) + "\n").encode()
-    save_model(replace(canonical, tensors=_separate(canonical.tensors)).model(), output, files=files, force=force)
+    seen: dict[int, str] = {}  # a weight file cannot store tensors that share memory
+    tensors = {
+        name: tensor if seen.setdefault(tensor.data_ptr(), name) == name else tensor.clone()
+        for name, tensor in canonical.tensors.items()
+    }
+    save_model(replace(canonical, tensors=tensors).model(), output, files=files, force=force)
     notes = [*notes, *canonical.notes, *own_notes, *text.notes, *generation_notes]
     for note in notes:
         report(note)
@@ -166,136 +156,180 @@ def import_checkpoint(
 
 
 def _settings(config: ImportConfig) -> dict[str, Value]:
-    settings: dict[str, Value] = {}
-    problems = []
+    pairs, problems = list[tuple[str, Value]](), list[str]()
     for text in config.settings:
         try:
-            key, value = parse_setting(text)
+            pairs.append(parse_setting(text))
         except ConfigError as error:
             problems.append(str(error))
-            continue
-        if key in settings:
-            problems.append(f"setting {key} is given twice")
-        settings[key] = value
     if config.heads is not None:
-        if "num_heads" in settings:
-            problems.append("the number of heads is given twice, as --heads and as num_heads")
-        settings["num_heads"] = config.heads
+        pairs.append(("num_heads", config.heads))
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    problems += [f"setting {key} is given twice; keep one --set or --heads" for key in twice]
     raise_all(ConfigError, "import", problems)
-    return settings
+    return dict(pairs)
 
 
-def _family(
-    checkpoint: Checkpoint,
-    config: ImportConfig,
-    given: Collection[str],
-    *,
-    has_reference: bool,
-    report: Callable[[str], None],
-) -> tuple[Family | None, dict[str, Value]]:
-    hf, generation, asked = checkpoint.hf_config, checkpoint.hf_generation, config.layout if config.builtin else ""
-    if hf is None:
-        return None, {}
-    if (family := family_of(hf)) is None:
-        if not has_reference and asked == "auto":
+class _Import:
+    """A checkpoint with options, Hugging Face family and reference outputs."""
+
+    def __init__(self, path: Path, config: ImportConfig, reference: Path | None, report: Callable[[str], None]) -> None:
+        self.path, self.config, self.report = path, config, report
+        self.checkpoint = read_checkpoint(path, config.entry)
+        for name, file in self.checkpoint.files.items():
+            report(f"read {name}: {file.bytes} bytes, sha256 {file.sha256}")
+        for note in self.checkpoint.notes:
+            report(f"{path}: {note}")
+        self.hf_config, self.own_settings = self.checkpoint.hf_config, _settings(config)
+        self.family, settings = self._family(has_reference=reference is not None)
+        self.settings = settings | self.own_settings
+        if self.family:
+            tensors = as_loaded(self.family, self.hf_config or {}, self.checkpoint.tensors, report)
+            self.checkpoint = replace(self.checkpoint, tensors=tensors)
+        self.layout = self._named_layout()
+        self.proof = self._proof(reference) if reference else None
+
+    def _family(self, *, has_reference: bool) -> tuple[Family | None, dict[str, Value]]:
+        hf, generation = self.hf_config, self.checkpoint.hf_generation
+        layout = self.config.layout if self.config.builtin else ""
+        if hf is None:
+            return None, {}
+        if (family := family_of(hf)) is None:
+            model_type = shortened(hf.get("model_type"))
+            if not has_reference and layout == "auto":
+                raise CheckpointError(
+                    f"config.json: model_type is {model_type}, expected {', '.join(families())}; "
+                    "record reference outputs with its code and give --reference, see docs/guides/hugging-face.md"
+                )
+            self.report(f"config.json: there is no layout for {model_type}; only its tokens are used")
+            return None, read_tokens(Reader(hf), generation, ())
+        if layout not in ("auto", family.layout(hf)):
+            return None, {}
+        self.report(f"config.json: the layout is {family.layout(hf)}")
+        if unread := [name for name in family.unread if name in hf]:
+            self.report(f"config.json: ignored keys that transformers does not read: {', '.join(unread)}")
+        return family, read_settings(family, hf, generation, self.checkpoint.tensors, self.own_settings)
+
+    def _named_layout(self) -> Layout | None:
+        name = self.family.layout(self.hf_config or {}) if self.family else self.config.layout
+        if name == "auto":
+            return None
+        if layout := builtin_layouts().get(name):
+            return layout
+        if os.sep not in name and not name.endswith((".yaml", ".yml")) and not Path(name).exists():
+            raise ConfigError(f"layout {name!r} is not a file or one of {', '.join(builtin_layouts())}")
+        return read_layout(Path(name))
+
+    def _proof(self, path: Path) -> _Proof:
+        # Use the state dict in the reference file, the one next to it, or the checkpoint's.
+        reference, tensors = read_reference(path), self.checkpoint.tensors
+        if reference.file is not None:
+            self.report(f"read {path.name}: {reference.file.bytes} bytes, sha256 {reference.file.sha256}")
+        neighbor = path.with_name(path.name.removesuffix(_REFERENCE_SUFFIX) + ".safetensors")
+        if reference.state:
+            self.report(f"{path}: has its own state dict, which proves the layout")
+            tensors = without_prefix(reference.state, [])
+            if self.family:
+                tensors = as_loaded(self.family, self.hf_config or {}, tensors, lambda _: None)
+        elif path.name.endswith(_REFERENCE_SUFFIX) and neighbor.is_file() and not neighbor.samefile(self.path):
+            self.report(f"{path}: was recorded with {neighbor.name}, which proves the layout")
+            tensors = read_checkpoint(neighbor).tensors
+        return _Proof(path, reference, tensors)
+
+    def settled(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+        """Set switches, heads and tokens; also return what remains unverified."""
+        layout, reference = override(layout, self.settings), self.proof and self.proof.reference
+        # The head count of the reference file applies only if no setting gives one.
+        if reference and reference.heads and all(layout.switch("num_heads", side) is None for side in SIDES):
+            layout = override(layout, {"num_heads": reference.heads})
+        missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
+        if not missing:
+            return layout, ()
+        pad = layout.tokens.get("pad", (reference.pad_source if reference else None) or 0)
+        names, options = ", ".join(missing), " ".join(f"--set tokens.{name}=ID" for name in missing)
+        note = f"tokens {names} are not known and set to {pad}; before generating text import with {options}"
+        return override(layout, {f"tokens.{name}": pad for name in missing}), (note,)
+
+    def find_layout(self, budget: Budget, output: Path) -> Layout:
+        """Return a layout that reproduces the reference outputs, or the guess if accepted."""
+        config, proof = self.config, self.proof
+        tensors = proof.wide if proof else self.checkpoint.tensors
+        builtin = [one for one in builtin_layouts().values() if fits_names(one, tensors)] if config.builtin else []
+        if proof and (layout := next((one for one in builtin if self._fits(one, proof)), None)):
+            self.report(f"names and numbers fit the layout {layout.name}")
+            return layout
+        reference = proof.reference if proof else None
+        layout, search = detect(tensors, reference, builtin, budget=budget, settings=self.settings, report=self.report)
+        if search is None and not config.accept_unverified:
             raise CheckpointError(
-                f"config.json: model_type is {shortened(hf.get('model_type'))}, expected {', '.join(families())}; "
-                "record reference outputs with its code and give --reference, see docs/guides/hugging-face.md"
+                f"the layout {layout.name} is a guess from names and shapes without proof; "
+                "record reference outputs and give --reference, or accept the guess with --accept-unverified"
             )
-        report(f"config.json: there is no layout for {shortened(hf.get('model_type'))}; only its tokens are used")
-        return None, read_tokens(Reader(hf), generation, ())
-    if asked not in ("auto", family.layout(hf)):
-        return None, {}
-    report(f"config.json: the layout is {family.layout(hf)}")
-    if unread := [name for name in family.unread if name in hf]:
-        report(f"config.json: left out what transformers does not read: {', '.join(unread)}")
-    return family, read_settings(family, hf, generation, checkpoint.tensors, given)
-
-
-def _named_layout(config: ImportConfig, checkpoint: Checkpoint, family: Family | None) -> Layout | None:
-    name = family.layout(checkpoint.hf_config or {}) if family else config.layout
-    if name == "auto":
-        return None
-    if layout := builtin_layouts().get(name):
+        if search is not None and not search.accepted:
+            raise _not_found(layout, search, budget, unsupported(tensors), output)
+        if search is not None and search.is_float32:
+            self.report("the error is above that of float64: parts or a computed table seem to be rounded to float32")
+            return replace(layout, baseline=max(layout.baseline, FLOAT32_TOLERANCE / BASELINES))
         return layout
-    if os.sep not in name and not name.endswith((".yaml", ".yml")) and not Path(name).exists():
-        raise ConfigError(
-            f"layout {name!r} is neither built in nor a file; built in are {', '.join(builtin_layouts())}"
+
+    def _fits(self, layout: Layout, proof: _Proof) -> bool:
+        try:
+            canonical = proof.apply(self.settled(layout)[0])
+            return compare(canonical, proof.reference).passed(tolerance(proof.reference, layout.baseline))
+        except (CheckpointError, ConfigError, ParityError):
+            return False
+
+    def apply(self, layout: Layout) -> tuple[Canonical, list[str]]:
+        checkpoint, proof, notes = self.checkpoint, self.proof, list[str]()
+        if proof is None:
+            return apply_layout(layout, checkpoint.tensors), notes
+        tensors = completed(checkpoint.tensors, proof.tensors, notes)
+        try:
+            canonical = apply_layout(layout, tensors, attributes=proof.reference.attributes)
+        except CheckpointError as error:
+            if proof.tensors is checkpoint.tensors:
+                raise
+            problem = "the layout that the reference outputs prove does not fit; are they from another checkpoint?"
+            raise CheckpointError(f"{problem} {error}") from error
+        used = [key for line in canonical.lines for key in line.sources]
+        recorded = without_prefix(proof.reference.weights, [])
+        note = check_weights(recorded, tensors, used, proof.path.name, next(iter(checkpoint.files)))
+        return canonical, [*notes, note] if note else notes
+
+    def text(self, source: Path | None, target: Path | None, spec: ModelSpec, *, has_own_weights: bool) -> ImportedText:
+        config, is_directory = self.config, self.hf_config is not None
+        user_text = TextConfig(
+            source_prefix=config.source_prefix, source_suffix=config.source_suffix, target_prefix=config.target_prefix
         )
-    return read_layout(Path(name))
+        recorded = self.proof.reference.text if self.proof else None
+        if source is None and target is not None:
+            raise ConfigError("import: the target has a tokenizer, but the source has none; give --tokenizer too")
+        if source is None and (config.source_language, config.target_language) != (None, None):
+            if not is_directory:
+                raise ConfigError("import: a language is given, but no tokenizer that has its id; give --tokenizer")
+            source = self.path
+        names = tokenizer_names(self.path) if source is None and is_directory else ()
+        tokenizers = Tokenizers(source or self.path, target, config.source_language, config.target_language)
+        used = tokenizers if source or names else None
+        try:
+            text = import_text(used, user_text, recorded, spec, has_own_weights=has_own_weights)
+        except (BackendError, BundleError, CheckpointError) as error:
+            if source is not None:
+                raise
+            return ImportedText({}, notes=(f"the directory's tokenizer is not used: {error}",))
+        notes = (f"the tokenizer is the directory's {', '.join(names)}", *text.notes) if names else text.notes
+        return replace(text, notes=notes)
 
-
-def _settled(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -> tuple[Layout, tuple[str, ...]]:
-    """Set switches, heads and tokens; also return what remains unverified."""
-    layout = override(layout, settings)
-    # The head count of the reference file applies only if no setting gives one.
-    is_given = any(layout.switch("num_heads", side) is not None for side in SIDES)
-    if proof and proof.reference.heads is not None and not is_given:
-        layout = override(layout, {"num_heads": proof.reference.heads})
-    missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
-    if not missing:
-        return layout, ()
-    pad = layout.tokens.get("pad", (proof.reference.pad_source if proof else None) or 0)
-    options = " ".join(f"--set tokens.{name}=ID" for name in missing)
-    note = f"tokens {', '.join(missing)} are not known and set to {pad}; before generating text import with {options}"
-    return override(layout, {f"tokens.{name}": pad for name in missing}), (note,)
-
-
-def _proof(
-    path: Path, imported: Path, checkpoint: Checkpoint, family: Family | None, report: Callable[[str], None]
-) -> _Proof:
-    # Use the state dict in the reference file, the one next to it, or the checkpoint's.
-    reference = read_reference(path)
-    if reference.file is not None:
-        report(f"read {path.name}: {reference.file.bytes} bytes, sha256 {reference.file.sha256}")
-    beside = path.with_name(path.name.removesuffix(_REFERENCE_SUFFIX) + ".safetensors")
-    if reference.state:
-        report(f"{path}: has its own state dict, which the layout is proven on")
-        state = without_prefix(reference.state, [])
-        if family:
-            state = as_loaded(family, checkpoint.hf_config or {}, state, lambda _: None)
-        return _Proof(path, reference, state)
-    if path.name.endswith(_REFERENCE_SUFFIX) and beside.is_file() and not beside.samefile(imported):
-        report(f"{path}: was recorded with {beside.name}, which the layout is proven on")
-        return _Proof(path, reference, read_checkpoint(beside).tensors)
-    return _Proof(path, reference, checkpoint.tensors)
-
-
-def _find_layout(
-    config: ImportConfig,
-    checkpoint: Checkpoint,
-    proof: _Proof | None,
-    settings: Mapping[str, Value],
-    budget: Budget,
-    output: Path,
-    report: Callable[[str], None],
-) -> Layout:
-    tensors = proof.wide if proof else checkpoint.tensors
-    builtin = [one for one in builtin_layouts().values() if fits_names(one, tensors)] if config.builtin else []
-    if proof and (layout := next((one for one in builtin if _fits(one, settings, proof)), None)):
-        report(f"names and numbers fit the layout {layout.name}")
-        return layout
-    reference = proof.reference if proof else None
-    found = detect(tensors, reference, builtin, budget=budget, settings=settings, report=report)
-    if found.search is None and not config.accept_unverified:
-        raise CheckpointError(
-            f"the layout {found.layout.name} is a guess from names and shapes, and nothing was proven; "
-            "record reference outputs and give --reference, or take the guess with --accept-unverified"
-        )
-    if found.search is not None and not found.search.accepted:
-        raise _not_found(found.layout, found.search, budget, unsupported(tensors), output)
-    if found.search is not None and found.search.is_float32:
-        report("the error is above that of float64: parts or a computed table seem to be rounded to float32")
-        return replace(found.layout, baseline=max(found.layout.baseline, FLOAT32_TOLERANCE / BASELINES))
-    return found.layout
-
-
-def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof) -> bool:
-    try:
-        found, wanted = proof.compare(layout, proof.apply(_settled(layout, settings, proof)[0]))
-        return found.passed(wanted)
-    except (CheckpointError, ConfigError, ParityError):
-        return False
+    def generation(
+        self, config: TransformerConfig, language: Mapping[str, int]
+    ) -> tuple[GenerationDefaults, list[str]]:
+        if config.target_vocab is None:
+            return GenerationDefaults(), []
+        if self.hf_config is None:
+            return GenerationDefaults.from_dict(language), []
+        own = {**self.checkpoint.hf_generation, **language} if self.checkpoint.hf_generation else {}
+        found = {**self.hf_config, **language}
+        return read_generation(found, own, config.tokens, config.target_vocab, self.own_settings)
 
 
 def _not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[str], output: Path) -> ParityError:
@@ -309,109 +343,40 @@ def _not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[s
         raise CheckpointError(f"{started}: cannot be written ({error.strerror or error})") from error
     tried = f"{search.proposals} mappings with {budget.spent:,} candidates"
     if search.is_cut:
-        tried += f", all that it may; more with --search-budget {10 * budget.limit}"
+        tried += f", the limit; raise it with --search-budget {10 * budget.limit}"
     features = "".join(f"; {sign}" for sign in signs)
     if search.best is None:
         refused = f"none could be run ({search.refused})"
-        return ParityError(f"no layout was found: tried {tried}, {refused}{features}; finish {started}")
-    is_computed = any(text.startswith("sinusoid") for text in layout.derive.values())
-    kind = "no table of positions is stored: with rotary positions or ALiBi"
+        return ParityError(f"no layout was found: tried {tried}, {refused}{features}; complete {started}")
     return ParityError(
-        f"no layout reproduces the reference outputs{features}: tried {tried}; "
-        f"the closest has error {search.best.error:.1e}, "
-        f"expected at most {search.tolerance:.0e}; {search.best.comparison.stage(search.tolerance)} disagrees first; "
-        f"finish {started} and give it as --layout; {kind if is_computed else 'with a part of another kind'} no layout "
-        "fits, and the model exports as your own module, see docs/guides/your-own-module.md"
+        f"no layout reproduces the reference outputs{features}: tried {tried}; the closest has error "
+        f"{search.best.error:.1e}, expected at most {search.tolerance:.0e}; the difference is in the "
+        f"{search.best.comparison.stage(search.tolerance)}; complete {started} and give it as --layout, or export the "
+        "model as your own module, see docs/guides/your-own-module.md"
     )
 
 
-def _apply(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> tuple[Canonical, list[str]]:
+def _certified(layout: Layout, proof: _Proof | None, on_progress: Callable[[float], None]) -> Certificate:
     if proof is None:
-        return apply_layout(layout, checkpoint.tensors), []
-    notes: list[str] = []
-    tensors = completed(checkpoint.tensors, proof.tensors, notes)
-    try:
-        canonical = apply_layout(layout, tensors, attributes=proof.reference.attributes)
-    except CheckpointError as error:
-        if proof.tensors is checkpoint.tensors:
-            raise
-        question = "the layout that the reference outputs prove does not fit; were they recorded from this checkpoint?"
-        raise CheckpointError(f"{question} {error}") from error
-    used = [key for line in canonical.lines for key in line.sources]
-    recorded = without_prefix(proof.reference.weights, [])
-    note = check_weights(recorded, tensors, used, reference=proof.path.name, checkpoint=next(iter(checkpoint.files)))
-    return canonical, [*notes, *([note] if note else [])]
-
-
-def _certified(layout: Layout, proof: _Proof, on_progress: Callable[[float], None]) -> Certificate:
-    canonical = proof.apply(layout)
-    found, wanted = proof.compare(layout, canonical)
+        return Certificate(layout=layout.name, proven=False, unverified=("everything: there are no reference outputs",))
+    canonical, wanted = proof.apply(layout), tolerance(proof.reference, layout.baseline)
+    found = compare(canonical, proof.reference)
     if not found.passed(wanted):
         raise ParityError(
             f"layout {layout.name} does not reproduce the reference outputs: error {found.worst:.1e}, expected at most "
-            f"{wanted:.0e}; worst in row {found.row} at position {found.position}; {found.stage(wanted)} disagrees "
-            "first; check switches and heads, or let --layout auto search"
+            f"{wanted:.0e}; worst in row {found.row} at position {found.position}; the difference is in the "
+            f"{found.stage(wanted)}; check switches and heads, or let --layout auto search"
         )
     return certify(canonical, proof.reference, layout.name, baseline=layout.baseline, on_progress=on_progress)
 
 
-def _text(
-    path: Path,
-    checkpoint: Checkpoint,
-    config: ImportConfig,
-    files: tuple[Path | None, Path | None],
-    proof: _Proof | None,
-    canonical: Canonical,
-    has_own_weights: bool,
-) -> ImportedText:
-    around = TextConfig(
-        source_prefix=config.source_prefix, source_suffix=config.source_suffix, target_prefix=config.target_prefix
-    )
-    recorded, spec = proof.reference.text if proof else None, model_spec(canonical.config, "fp32")
-    (source, target), is_directory = files, checkpoint.hf_config is not None
-    if source is None and target is not None:
-        raise ConfigError("import: there is a tokenizer of the target alone; give that of the source as --tokenizer")
-    if source is None and (config.source_language, config.target_language) != (None, None):
-        if not is_directory:
-            raise ConfigError("import: there is a language, but no tokenizer that has its id; give --tokenizer")
-        source = path
-    names = tokenizer_names(path) if source is None and is_directory else ()
-    given = Tokenizers(source or path, target, config.source_language, config.target_language)
-    try:
-        text = import_text(given if source or names else None, around, recorded, spec, has_own_weights=has_own_weights)
-    except (BackendError, BundleError, CheckpointError) as error:
-        if source is not None:
-            raise
-        return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))
-    if names:
-        text = replace(text, notes=(f"the tokenizer is the directory's {', '.join(names)}", *text.notes))
-    return text
-
-
-def _generation(
-    checkpoint: Checkpoint, config: TransformerConfig, given: Collection[str], language: Mapping[str, int]
-) -> tuple[GenerationDefaults, list[str]]:
-    if config.target_vocab is None:
-        return GenerationDefaults(), []
-    if checkpoint.hf_config is None:
-        return GenerationDefaults.from_dict(language), []
-    own = {**checkpoint.hf_generation, **language} if checkpoint.hf_generation else {}
-    return read_generation({**checkpoint.hf_config, **language}, own, config.tokens, config.target_vocab, given)
-
-
 def _compare_own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[list[str], bool]:
     if proof is None:
-        return ["nothing was proven: there were no reference outputs"], False
+        return ["the import is not proven: there are no reference outputs"], False
     reference = proof.reference.with_real_weights()
     if reference is None:
         return [], False
     found = compare(canonical, reference)
     is_same = found.passed(max(tolerance(reference, layout.baseline), _ROUNDED))
-    more = "" if is_same else ": they are not those of the reference outputs"
+    more = "" if is_same else ": they differ from the weights of the reference outputs"
     return [f"with the checkpoint's own weights the error is {found.error:.1e}{more}"], is_same
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # A weight file cannot store tensors that share memory.
-    seen: dict[int, str] = {}
-    return {name: t.clone() if seen.setdefault(t.data_ptr(), name) != name else t for name, t in tensors.items()}

@@ -51,10 +51,9 @@ class OwnModule:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
-        kinds = {"module": (self.module, nn.Module), "spec": (self.spec, ModelSpec)}
         problems = [
             f"{name} is {shortened(value)}, expected a {kind.__name__}"
-            for name, (value, kind) in kinds.items()
+            for name, value, kind in (("module", self.module, nn.Module), ("spec", self.spec, ModelSpec))
             if not isinstance(value, kind)
         ]
         raise_all(ConfigError, "own module", problems or self._problems())
@@ -67,15 +66,9 @@ class OwnModule:
             if not callable(getattr(self.module, name, None))
         ]
         if self.spec.precision != "fp32":
-            problems.append(
-                f"spec.precision is {self.spec.precision}, expected fp32; the graphs have that of --precision"
-            )
-        others = [
-            name
-            for name, tensor in self.module.named_parameters()
-            if tensor.dtype != torch.float32 or tensor.device.type != "cpu"
-        ]
-        if others:
+            problems.append(f"spec.precision is {self.spec.precision}, expected fp32; --precision is for the graphs")
+        parameters = self.module.named_parameters()
+        if others := [name for name, p in parameters if p.dtype != torch.float32 or p.device.type != "cpu"]:
             problems.append(f"{others[0][:120]} is not float32 on the CPU; give module.float().cpu()")
         if self.texts is not None and self.tokenizers is None:
             problems.append("texts are given, but no tokenizers to compare with them; give tokenizers=Tokenizers(PATH)")
@@ -104,10 +97,7 @@ def is_own_module(source: str) -> bool:
 
 
 def load_own_module(name: str) -> OwnModule:
-    """Import PACKAGE.MODULE, call its FACTORY() and return the result.
-
-    The working directory comes first on the import path, as for a Python script.
-    """
+    """Import PACKAGE.MODULE, first from the working directory, and call its FACTORY()."""
     module, _, factory = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -116,7 +106,7 @@ def load_own_module(name: str) -> OwnModule:
     except TfexportError:
         raise
     except Exception as error:
-        raise ConfigError(f"{name}: {raised_by(error)}; run it in Python by itself to see all of it") from error
+        raise ConfigError(f"{name}: {raised_by(error)}; call it in Python to see the whole traceback") from error
     if not isinstance(found, OwnModule):
         raise ConfigError(f"{name}: returns {shortened(found)}, expected a tfexport.importing.own_module.OwnModule")
     return found

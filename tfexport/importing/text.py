@@ -15,7 +15,7 @@ from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
-from tfexport.importing.vocabulary import Side, tokenizer_json, vocabulary_size
+from tfexport.importing.vocabulary import Side, tokenizer_error, tokenizer_json, vocabulary_size
 from tfexport.text.compare import fit_text_config
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
@@ -49,23 +49,19 @@ class Tokenizers:
 
 @dataclass(frozen=True)
 class ImportedText:
-    """Tokenizer files of a model directory and the results of their checks.
-
-    `compared` is the number of recorded texts that the tokenizer was compared with. `generation` selects the target
-    language. `unverified` lists what could be wrong without being noticed.
-    """
+    """Tokenizer files of a model directory and the results of their checks."""
 
     files: Mapping[str, bytes]
     tokenizer: Tokenizer | None = None
-    compared: int = 0
-    generation: Mapping[str, int] = field(default_factory=dict)
+    compared: int = 0  # number of recorded texts
+    generation: Mapping[str, int] = field(default_factory=dict)  # selects the target language
     notes: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
 
 
 def import_text(
     tokenizers: Tokenizers | None,
-    given: TextConfig,
+    user_text: TextConfig,
     recorded: TextConfig | None,
     spec: ModelSpec,
     *,
@@ -73,32 +69,34 @@ def import_text(
 ) -> ImportedText:
     """Read tokenizers and compare them with recorded texts.
 
-    `given` has the ids around a text that the user gives, and `recorded` the texts of the reference file. If
-    `has_own_weights` is False, other weights computed the recorded outputs, which are then dropped.
+    `user_text` has the user's ids around a text. If `has_own_weights` is False, other weights computed the recorded
+    outputs, which are then dropped.
     """
     if tokenizers is None:
-        lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
-        return ImportedText({}, notes=lost)
-    if tokenizers.target is None:
-        files, warnings = _read(tokenizers.source, spec, None)
-    else:
-        files, warnings = _read(tokenizers.source, spec, "source")
+        note = "there are recorded texts, but no tokenizer to compare them with; give --tokenizer"
+        return ImportedText({}, notes=(note,) if recorded else ())
+    files, warnings = _read(tokenizers.source, spec, "source" if tokenizers.target else None)
+    if tokenizers.target is not None:
         target, more = _read(tokenizers.target, spec, "target")
         files, warnings = {**files, TARGET_TOKENIZER: target[TOKENIZER]}, [*warnings, *more]
     generation, languages = _choose_languages(files, tokenizers)
     sides = [(name, files[name]) for name in (TOKENIZER, TARGET_TOKENIZER) if name in files]
-
-    def load(text: TextConfig) -> Tokenizer:
-        return Tokenizer.parse(sides, spec, text=text)
-
-    text = fit_text_config(load, recorded, given) if recorded else given
-    tokenizer = load(text)
-    notes = (*warnings, *languages, *_notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder))
+    text = fit_text_config(lambda text: Tokenizer.parse(sides, spec, text=text), recorded, user_text) if recorded else user_text
+    tokenizer = Tokenizer.parse(sides, spec, text=text)
+    names = [name for name in ("source_prefix", "source_suffix", "target_prefix") if not getattr(user_text, name)]
+    found = {name.replace("_", " "): ids for name in names if (ids := getattr(text, name))}
+    notes = [f"{name} {', '.join(map(str, ids))}: as in the recorded texts" for name, ids in found.items()]
+    notes = [*warnings, *languages, *notes]
+    if recorded:
+        notes.append(f"the tokenizer and your code agree on ids and texts for {len(text.samples)} recorded texts")
+    elif spec.has_decoder and not tokenizer.ends_sources:
+        eos = tokenizer.eos
+        notes.append(f"warning: sources do not end with {eos}; if they did in training, give --source-suffix {eos}")
     if not has_own_weights:
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
-    return ImportedText(files, tokenizer, len(text.samples), generation, notes, unverified)
+    return ImportedText(files, tokenizer, len(text.samples), generation, tuple(notes), unverified)
 
 
 def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, bytes], list[str]]:
@@ -111,22 +109,17 @@ def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, byt
             try_tokenizer(raw, f"tokenizer {path}")
         except BundleError as error:
             raise CheckpointError(str(error)) from error
-    sides: dict[str, Side | None] = {TOKENIZER: side, TARGET_TOKENIZER: "target"}
-    if TARGET_TOKENIZER in files:
-        sides[TOKENIZER] = "source"
+    first: Side | None = "source" if TARGET_TOKENIZER in files else side
+    sides: dict[str, Side | None] = {TOKENIZER: first, TARGET_TOKENIZER: "target"}
     warnings = [check_coverage(raw, path, spec, sides[name]) for name, raw in files.items()]
     if process.resource is None:
-        warnings.append("the tokenizer was tried without a limit of memory, which this system does not have")
+        warnings.append("the tokenizer was tried without a memory limit, which this system does not support")
     return files, [warning for warning in warnings if warning]
 
 
 def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> str:
-    """Return a warning if a tokenizer.json has too few ids for the model.
-
-    Raises:
-        CheckpointError: It has fewer than half of the ids.
-    """
-    with errors_as(lambda reason: CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save it again")):
+    """Return a warning if a tokenizer.json has too few ids for the model."""
+    with errors_as(lambda reason: tokenizer_error(path, f"is not a tokenizer.json ({reason}); save it again")):
         vocab = Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True)
     ids = {i for i in vocab.values() if i < vocab.get(BEYOND, i + 1)}
     name, size = vocabulary_size(spec, side)
@@ -151,10 +144,8 @@ def _choose_languages(files: dict[str, bytes], tokenizers: Tokenizers) -> tuple[
     generation: dict[str, int] = {}
     if source is not None:
         if len(own_languages) != 1:
-            raise CheckpointError(
-                f"source_language is {source}, but this tokenizer puts no language around a source; "
-                "give the ids that it shall put there as --source-prefix and --source-suffix"
-            )
+            problem = f"source_language is {source}, but this tokenizer adds no language to a source"
+            raise CheckpointError(f"{problem}; give the ids to add as --source-prefix and --source-suffix")
         own, (place, _) = _language_id(inner, source, "source_language"), own_languages[0]
         before, after = (tuple(own if i == place else i for i in ids) for ids in (before, after))
     if target is not None:
@@ -179,26 +170,5 @@ def _language_id(inner: Inner, language: str, option: str) -> int:
         if token in added:
             return added[token]
     names = sorted(token for token in added if _LANGUAGE.fullmatch(token) or token.startswith(">>"))
-    raise CheckpointError(
-        f"{option} is {language}, expected one of {', '.join(names)}"
-        if names
-        else f"{option} is {language}, but this tokenizer has no languages; leave it out"
-    )
-
-
-def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_decoder: bool) -> list[str]:
-    text = tokenizer.text
-    notes = [
-        f"{name.replace('_', ' ')} {', '.join(map(str, ids))}: so the recorded texts have it"
-        for name in ("source_prefix", "source_suffix", "target_prefix")
-        if (ids := getattr(text, name)) and not getattr(given, name)
-    ]
-    if is_compared:
-        notes.append(f"the tokenizer gives the ids and texts of your code for {len(text.samples)} recorded texts")
-    elif has_decoder and not tokenizer.ends_sources:
-        eos = tokenizer.eos
-        notes.append(
-            f"warning: sources do not end with the end token {eos}; if those of your training did, "
-            f"give --source-suffix {eos}, and record texts to be sure"
-        )
-    return notes
+    expected = f"expected one of {', '.join(names)}" if names else "but this tokenizer has no languages; leave it out"
+    raise CheckpointError(f"{option} is {language}, {expected}")

@@ -1,8 +1,4 @@
-"""Convert vocabulary files to a tokenizer.json of Hugging Face `tokenizers`.
-
-The module reads SentencePiece models and lists of tokens, one per line or in the formats of fairseq and OpenNMT-py. A
-list can have codes of subword-nmt or fastBPE next to it.
-"""
+"""Convert vocabulary files to a tokenizer.json of Hugging Face `tokenizers`."""
 
 from __future__ import annotations
 
@@ -29,8 +25,7 @@ _SPACE = "▁"
 # Types of models and pieces in SentencePiece's format.
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-# SentencePiece makes pieces of at most 16 characters by default.
-_MAX_PIECE = 256
+_MAX_PIECE = 256  # characters; the default of SentencePiece is 16
 # Prefix of tokens that no text can produce, because white space is replaced before texts are split.
 _HIDDEN = " "
 _GOES_ON, _END = "@@", "</w>"
@@ -44,14 +39,15 @@ _OPENNMT = re.compile(r"(.+)\t\d+"), ("<unk>", "<blank>", "<s>", "</s>")
 def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
     """Convert a vocabulary to tokenizer.json; return a tokenizer.json unchanged.
 
-    A list of tokens splits texts at white space. If its tokens are pieces of words, the codes or the SentencePiece
-    model next to it split the words. `side` is None for both sides.
+    It may be a SentencePiece model or a list of tokens: one per line, or as fairseq or OpenNMT-py write them. A list
+    splits texts at white space. If its tokens are pieces of words, the codes of subword-nmt or fastBPE, or the
+    SentencePiece model, next to it split the words.
     """
     raw = read_vocabulary(path)
     if raw.lstrip()[:1] == b"{":
         _check_json(raw, path)
         return raw
-    with errors_as(lambda reason: CheckpointError(f"tokenizer {path}: cannot be read ({reason}); save it again")):
+    with errors_as(lambda reason: tokenizer_error(path, f"cannot be read ({reason}); save it again")):
         try:
             text = raw.decode("utf-8").removeprefix("\ufeff")
             is_text = "\0" not in text and "\x0e" not in text
@@ -61,33 +57,34 @@ def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
         return inner.to_str(pretty=True).encode()
 
 
+def tokenizer_error(path: Path, problem: str) -> CheckpointError:
+    """Return an error about a tokenizer file or directory."""
+    return CheckpointError(f"tokenizer {path}: {problem}")
+
+
 def read_vocabulary(path: Path) -> bytes:
     """Read a regular tokenizer file of limited size."""
     try:
         if problem := plain_problem(path):
-            raise CheckpointError(
-                f"tokenizer {path}: {problem}; give a tokenizer.json, a SentencePiece model or a list"
-            )
+            raise tokenizer_error(path, f"{problem}; give a tokenizer.json, a SentencePiece model or a list")
         if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"tokenizer {path}: has {path.stat().st_size} bytes, the limit is {MAX_BYTES}")
+            raise tokenizer_error(path, f"has {path.stat().st_size} bytes, the limit is {MAX_BYTES}")
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"tokenizer {path}: cannot be read ({error.strerror or error})") from error
+        raise tokenizer_error(path, f"cannot be read ({error.strerror or error})") from error
 
 
 def _check_json(raw: bytes, path: Path) -> None:
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"tokenizer {path}: is no JSON ({error}); save the tokenizer again") from error
+        raise tokenizer_error(path, f"is not JSON ({error}); save the tokenizer again") from error
     if isinstance(found.get("model"), dict):
         return
     if found and all(isinstance(i, int) for i in found.values()):
-        raise CheckpointError(
-            f"tokenizer {path}: has ids alone, as a vocab.json, and not how a text is split; "
-            "give the directory that has its merges.txt or SentencePiece models too"
-        )
-    raise CheckpointError(f"tokenizer {path}: is a JSON, but no tokenizer.json, for it has no model; give that")
+        remedy = "give the directory that has its merges.txt or SentencePiece models too"
+        raise tokenizer_error(path, f"has only ids, as a vocab.json, and no rules to split a text; {remedy}")
+    raise tokenizer_error(path, "is not a tokenizer.json, because it has no model; give a tokenizer.json")
 
 
 def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
@@ -97,18 +94,11 @@ def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
     return "source_vocab", spec.source_vocab
 
 
-# Lists of tokens
-
-
 def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> Inner:
     tokens, before = _read_tokens(text)
-    if tokens and (
-        tokens[0].startswith("#version") or all(len(t.split(" ")) == 2 and all(t.split(" ")) for t in tokens)
-    ):
-        raise CheckpointError(
-            f"tokenizer {path}: has merges alone, as a merges.txt, and no ids; "
-            "give the directory that has its vocab.json too"
-        )
+    if tokens and (tokens[0].startswith("#version") or all(re.fullmatch("[^ ]+ [^ ]+", token) for token in tokens)):
+        remedy = "give the directory that has its vocab.json too"
+        raise tokenizer_error(path, f"has only merges, as a merges.txt, and no ids; {remedy}")
     ids = spec.tokens
     goes_on = any(token.endswith(_GOES_ON) for token in tokens)
     codes = next((found for name in _CODES if goes_on and (found := path.with_name(name)).is_file()), None)
@@ -129,9 +119,9 @@ def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> Inn
     elif ids.unk >= len(tokens):
         problems.append(f"has {len(tokens)} tokens, tokens.unk is {ids.unk}")
     if before and goes_on and codes is None:
-        problems.append(f"has pieces of words, and there are no codes next to it; name them {_CODES[0]}")
+        problems.append(f"has pieces of words, but no codes next to it; copy them there as {_CODES[0]}")
     if has_pieces and is_fairseq and not spm.is_file():
-        problems.append(f"has pieces of SentencePiece, and there is no model next to it; name it {SPM_BPE}")
+        problems.append(f"has pieces of SentencePiece, but no model next to it; copy it there as {SPM_BPE}")
     raise_all(CheckpointError, f"tokenizer {path}", problems)
     assert ids.unk is not None
     unk = tokens[ids.unk]
@@ -164,22 +154,18 @@ def _read_codes(path: Path) -> list[Merge]:
     try:
         lines = read_vocabulary(path).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"codes {path}: are not UTF-8 text ({error})") from error
+        raise CheckpointError(f"codes {path}: are not UTF-8 text ({error}); save them again") from error
     merges: dict[Merge, None] = {}
     for number, line in enumerate(lines, 1):
         parts = line.strip("\r ").split(" ")
         if parts == [""] or (number == 1 and line.startswith("#version")):
             continue
         if len(parts) not in (2, 3) or not all(parts):
-            raise CheckpointError(
-                f"codes {path}: line {number} is {line[:60]!r}, expected two pieces, and a count or none"
-            )
+            raise CheckpointError(f"codes {path}: line {number} is {line[:60]!r}, expected two pieces")
         merges.setdefault((parts[0], parts[1]))
     if lines[0].startswith("#version: 0.1") or any(right == _END for _, right in merges):
-        raise CheckpointError(
-            f"codes {path}: are of subword-nmt's version 0.1, whose words end in a separate piece; "
-            "give a tokenizer.json, or learn codes of version 0.2"
-        )
+        remedy = "give a tokenizer.json, or learn codes of version 0.2"
+        raise CheckpointError(f"codes {path}: are of version 0.1, whose words end in a separate piece; {remedy}")
     return list(merges)
 
 
@@ -196,32 +182,28 @@ def _with_codes(tokens: Sequence[str], merges: Sequence[Merge], unk: int) -> Inn
     return inner
 
 
-# SentencePiece models
-
-
 def read_sentencepiece(path: Path) -> Any:
     """Read a unigram or BPE model of SentencePiece as a ModelProto."""
     raw = read_vocabulary(path)
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise BackendError(
-            f"tokenizer {path}: is no text; to read a SentencePiece model run: {install_command('sentencepiece')}"
-        ) from error
+        command = install_command("sentencepiece")
+        raise BackendError(f"tokenizer {path}: is not text; to read a SentencePiece model run: {command}") from error
     format_: Any = sentencepiece_model_pb2  # protobuf creates its attributes at run time
     proto = format_.ModelProto()
     try:
         proto.ParseFromString(raw)
     except Exception as error:  # a class of protobuf, which this module must not import
-        raise CheckpointError(f"tokenizer {path}: is no SentencePiece model ({error}); give the .model file") from error
+        raise tokenizer_error(path, f"is not a SentencePiece model ({error}); give a .model file") from error
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE) or not proto.pieces:
-        raise CheckpointError(f"tokenizer {path}: is neither a unigram nor a BPE model; give a tokenizer.json")
+        raise tokenizer_error(path, "is not a unigram or BPE model; give a tokenizer.json")
     if (longest := max(len(piece.piece) for piece in proto.pieces)) > _MAX_PIECE:
-        raise CheckpointError(f"tokenizer {path}: has a piece of {longest} characters, expected at most {_MAX_PIECE}")
+        raise tokenizer_error(path, f"has a piece of {longest} characters, expected at most {_MAX_PIECE}")
     if charsmap := proto.normalizer_spec.precompiled_charsmap:
         size = int.from_bytes(charsmap[:4], "little")  # size of its trie, which the library allocates unchecked
         if size > len(charsmap) - 4:
-            raise CheckpointError(f"tokenizer {path}: has a damaged character map; download or save it again")
+            raise tokenizer_error(path, "has a damaged character map; download or save it again")
     return proto
 
 
@@ -229,16 +211,15 @@ def _from_sentencepiece(path: Path, spec: ModelSpec, side: Side | None) -> Inner
     proto, tokens = read_sentencepiece(path), spec.tokens
     name, limit = vocabulary_size(spec, side)
     if len(proto.pieces) > limit:
-        raise CheckpointError(f"tokenizer {path}: has {len(proto.pieces)} tokens, the model's {name} is {limit}")
+        raise tokenizer_error(path, f"has {len(proto.pieces)} tokens, the model's {name} is {limit}")
     problems = []
     if tokens.unk not in (None, unk := proto.trainer_spec.unk_id):
-        problems.append(f"the unknown token is {unk}, of the model {tokens.unk}")
-    # If the target has ids of its own, its end is an ordinary piece of the source.
+        problems.append(f"its unknown token is {unk}, that of the model is {tokens.unk}")
+    # If the target has its own ids, its end is an ordinary piece of the source.
     if side != "source" and tokens.eos < len(proto.pieces) and proto.pieces[tokens.eos].type == _NORMAL:
         problems.append(f"the model's end token {tokens.eos} is the ordinary piece {proto.pieces[tokens.eos].piece!r}")
-    if problems:
-        remedy = "give the directory whose vocab.json maps its pieces, or a tokenizer.json"
-        raise CheckpointError(f"tokenizer {path}: its ids are not the model's: {'; '.join(problems)}; {remedy}")
+    remedy = "the model has other ids: give the directory whose vocab.json maps its pieces, or a tokenizer.json"
+    raise_all(CheckpointError, f"tokenizer {path}", problems, remedy=remedy)
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     inner = _split_like(proto, pieces, pieces, proto.trainer_spec.unk_piece)
     inner.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == _CONTROL])
@@ -249,8 +230,8 @@ def _from_sentencepiece(path: Path, spec: ModelSpec, side: Side | None) -> Inner
 def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str, whole: Sequence[str] = ()) -> Inner:
     """Return a tokenizer that splits like a SentencePiece model but has other ids.
 
-    `ids` must be unique. Pieces that it lacks become `unk`. Texts never produce tokens that the model lacks, except
-    those in `whole`, such as languages, which are never split.
+    `ids` must be unique. Pieces without an id become `unk`. Texts never produce tokens that the model lacks, except
+    those in `whole`, such as languages.
     """
     own = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (_CONTROL, _UNKNOWN)}
     seen = {*own, *special, *whole, unk}
@@ -293,10 +274,6 @@ def _split_like(proto: Any, vocab: list[tuple[str, float]], own: list[tuple[str,
 def _merges(pieces: list[tuple[str, float]]) -> list[Merge]:
     # SentencePiece applies the merge of the best piece first.
     order = {piece: i for i, (piece, _) in enumerate(pieces)}
-    found = []
-    for piece, score in pieces:
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in order and right in order:
-                found.append((-score, order[left], order[right], (left, right)))
-    return [merge for *_, merge in sorted(found)]
+    cuts = ((score, piece[:cut], piece[cut:]) for piece, score in pieces for cut in range(1, len(piece)))
+    found = sorted((-score, order[a], order[b], (a, b)) for score, a, b in cuts if a in order and b in order)
+    return [merge for *_, merge in found]

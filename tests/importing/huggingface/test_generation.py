@@ -125,26 +125,26 @@ DIFFER = "texts will differ from those of transformers"
                 "lang_to_id": {"de": 3},
             },
             [
-                "generates with max_length 512, num_beams 4 unless told otherwise",
-                f"num_beam_groups 2, renormalize_logits True, typical_p 0.9 left out: not known here; {DIFFER}",
-                "lang_to_id ignored: transformers knows no such option either",
+                "the defaults are max_length 512, num_beams 4",
+                f"ignored num_beam_groups 2, renormalize_logits True, typical_p 0.9: {DIFFER}",
+                "ignored lang_to_id: transformers ignores these keys too",
             ],
         ),
         ({"num_beam_groups": 1, "diversity_penalty": 0.0, "typical_p": 1.0, "renormalize_logits": False}, []),
         (
             {"num_beams": 4, "do_sample": True},
             [
-                "generates with num_beams 4 unless told otherwise",
-                f"do_sample is left out: beams are not sampled here; {DIFFER}",
+                "the defaults are num_beams 4",
+                f"do_sample is ignored with beams; {DIFFER}",
             ],
         ),
         (
             {"max_length": 30, "max_new_tokens": 9, "min_length": 4, "min_new_tokens": 2},
-            ["generates with max_new_tokens 9, min_new_tokens 2 unless told otherwise"],
+            ["the defaults are max_new_tokens 9, min_new_tokens 2"],
         ),
         (
             {"eos_token_id": None},
-            ["has no eos_token_id, so that transformers ends no text before its limit; here 0 does"],
+            ["has no eos_token_id: transformers ends texts only at the limit, tfexport also at 0"],
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_tokens_that_are_given_go_before_those_of_the_file(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"num_beams": 100}, "num_beams is 100, expected 1 to 64; change it there, or take it out"),
+        ({"num_beams": 100}, "num_beams is 100, expected 1 to 64; change it there, or remove it"),
         ({"bad_words_ids": [3]}, "bad_words_ids is (3,), expected a list of a list of a whole number"),
         ({"forced_bos_token_id": 41}, "forced_bos_token_id has 41, expected below the vocabulary of 41"),
         ({"num_return_sequences": 3}, "num_return_sequences is 3 but num_beams is 1"),

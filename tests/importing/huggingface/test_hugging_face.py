@@ -131,23 +131,23 @@ def test_transformers_5_scales_what_the_config_of_umt5_does_not(tmp_path: Path) 
         (
             "opus-mt",
             (
-                "config.json: left out what transformers does not read: add_bias_logits, add_final_layer_norm, "
+                "config.json: ignored keys that transformers does not read: add_bias_logits, add_final_layer_norm, "
                 "normalize_before, normalize_embedding, static_position_embeddings"
             ),
         ),
-        ("t5-small", f"left out what transformers does not load: {UNUSED_BIAS}"),
+        ("t5-small", f"ignored 1 weights that transformers does not load: {UNUSED_BIAS}"),
         (
             "blenderbot-400M-distill",
             (
-                "config.json: left out what transformers does not read: add_final_layer_norm, "
+                "config.json: ignored keys that transformers does not read: add_final_layer_norm, "
                 "do_blenderbot_90_layernorm, extra_layer_norm, extra_pos_embeddings, layernorm_variant"
             ),
         ),
         (
             "bart-large-cnn",
-            "left out what transformers does not load: model.decoder.version, model.encoder.version",
+            "ignored 2 weights that transformers does not load: model.decoder.version, model.encoder.version",
         ),
-        ("bart-base", "has the names of the model without its head; put 'model.' before them"),
+        ("bart-base", "added the prefix 'model.' to the keys, as in the whole model"),
     ],
 )
 def test_what_is_left_out_is_said_in_one_line(name: str, line: str, tmp_path: Path) -> None:
@@ -368,10 +368,10 @@ def test_a_tokenizer_that_does_not_fit_is_left_out_with_the_reason(tmp_path: Pat
     words(published.write(tmp_path / "hf", "bart-base"), VOCAB + 1)
     lines: list[str] = []
     imported(tmp_path, lines)
-    assert sum(line.startswith("the directory's tokenizer is not taken: ") for line in lines) == 1
+    assert sum(line.startswith("the directory's tokenizer is not used: ") for line in lines) == 1
     assert not (tmp_path / "model" / "tokenizer.json").exists()
     (tmp_path / "hf" / "tokenizer.json").unlink()
     for name in ("source.spm", "vocab.json"):
         (tmp_path / "hf" / name).write_bytes(b"{}")
     import_checkpoint(tmp_path / "hf", tmp_path / "second", report=lines.append)
-    assert any("is not taken" in line for line in lines[2:])
+    assert any("is not used" in line for line in lines[2:])

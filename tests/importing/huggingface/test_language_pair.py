@@ -216,10 +216,10 @@ def test_what_is_no_language_is_refused(tmp_path: Path) -> None:
     )
     assert "target_language is de, expected one of" in refused(tmp_path / "nllb", target_language="de")
     said = refused(tmp_path / "bart", source_language="de")
-    assert "puts no language around a source; give the ids" in said
+    assert "adds no language to a source; give the ids" in said
     assert "this tokenizer has no languages" in refused(tmp_path / "bart", target_language="de")
     weights = tmp_path / "bart" / "model.safetensors"
-    assert "there is a language, but no tokenizer" in refused(weights, target_language="de", layout="hf_bart", heads=2)
+    assert "a language is given, but no tokenizer" in refused(weights, target_language="de", layout="hf_bart", heads=2)
     with pytest.raises(ConfigError, match="leave source_prefix and suffix out"):
         ImportConfig(source_language="de", source_suffix=(2,))
 

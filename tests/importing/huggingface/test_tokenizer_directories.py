@@ -246,7 +246,7 @@ def test_a_family_or_language_that_is_not_known(
         (["source.spm", "vocab.json"], "has source.spm, vocab.json, and no config.json"),
         (["spiece.model"], "has spiece.model, and no config.json"),
         (["vocab.json", "merges.txt"], "has vocab.json, merges.txt, and no config.json"),
-        ([], "has no file of a tokenizer"),
+        ([], "has no tokenizer file"),
     ],
 )
 def test_a_directory_that_is_none(files: list[str], problem: str, tmp_path: Path) -> None:

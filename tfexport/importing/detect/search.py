@@ -25,64 +25,51 @@ from tfexport.importing.reference.compare import TOLERANCE, Comparator, Comparis
 from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.switches import SWITCHES, Value
 
-# Largest error to accept if the original computes parts in float32.
-FLOAT32_TOLERANCE = 1e-6
-# Rounding error of float64; no candidate is closer.
-_EXACT = 1e-13
+FLOAT32_TOLERANCE = 1e-6  # if the original computes parts in float32
+_EXACT = 1e-13  # rounding error of float64; no candidate is closer
 # The shortest row decides every switch except eps and the kind of gelu. Wrong values have at least this error.
 _NEAR = 0.05
 # Only the right combination of these switches is closer than this, so it is refined at once.
 _HIT = 1e-3
 _MAX_REFINED, _MAX_ROUNDS, _MAX_DRAFTS = 6, 4, 100_000
-# Number of drafts to try after one whose error float32 could explain.
-_MORE = 24
-# The search stops if this many drafts cannot be applied.
-_HOPELESS = 16
-# Switches that a draft decides and the search does not change.
-_DECIDED = ("positions", "relative_bias")
+_MORE = 24  # drafts to try after one whose error float32 could explain
+_HOPELESS = 16  # drafts that cannot be applied, before the search stops
+_DECIDED = ("positions", "relative_bias")  # by a draft; the search does not change them
 # Attention over one token returns that token, regardless of scale, heads and rotation.
 _OF_SEVERAL = ("num_heads", "attention_scale", "rotary_pairs", "rotary_cross")
 # Searched switches whose effect exceeds rounding errors. Two values of eps can be too close.
-_DECIDING = {"num_heads", *(name for name, switch in SWITCHES.items() if switch.search and not switch.rare)} - {
-    "norm_eps"
-}
-# Folds whose result depends on the number of heads.
-_BY_HEAD = ("split_heads", "block_diag", "heads_last")
+_SEARCHED = {name for name, switch in SWITCHES.items() if switch.search and not switch.rare}
+_DECIDING = {"num_heads", *_SEARCHED} - {"norm_eps"}
+_BY_HEAD = ("split_heads", "block_diag", "heads_last")  # folds that depend on the number of heads
 # Decoding needs these ids, but comparing does not.
 _PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
 
 
+@dataclass
 class Budget:
-    """Limit a search by the number of candidates, regardless of machine speed.
+    """Limit a search by the number of candidates, regardless of machine speed."""
 
-    `report` receives a line after every tenth of the limit, `on_progress` the share after each candidate.
-    """
-
-    def __init__(
-        self,
-        limit: int,
-        report: Callable[[str], None] = lambda _: None,
-        on_progress: Callable[[float], None] = lambda _: None,
-    ) -> None:
-        self.limit, self.spent = limit, 0
-        self._report, self._on_progress = report, on_progress
+    limit: int
+    report: Callable[[str], None] = lambda _: None
+    on_progress: Callable[[float], None] = lambda _: None
+    spent: int = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the limit is reached."""
+        """Return whether the limit is reached."""
         return self.spent >= self.limit
 
     def spend(self) -> None:
-        """Count one candidate."""
+        """Count one candidate; report each tenth of the limit."""
         self.spent += 1
-        self._on_progress(min(self.spent / self.limit, 1.0))
+        self.on_progress(min(self.spent / self.limit, 1.0))
         if self.spent * 10 // self.limit > (self.spent - 1) * 10 // self.limit and not self.is_over:
-            self._report(f"searching: {self.spent:,} of {self.limit:,} candidates")
+            self.report(f"searching: {self.spent:,} of {self.limit:,} candidates")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with all its switches, and its distance from the reference outputs."""
+    """A layout with all its switches, and its comparison with the reference outputs."""
 
     layout: Layout
     comparison: Comparison
@@ -96,23 +83,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search; `best` is None if no candidate could be run.
+    """Result of a search."""
 
-    `is_float32` means that the error is above `tolerance`; if it is accepted, the original computes parts in float32.
-    `is_cut` means that the budget ended the search. `refused` is the reason why a layout could not be applied.
-    """
-
-    best: Candidate | None
+    best: Candidate | None  # None if no candidate could be run
     accepted: bool
-    is_float32: bool
+    is_float32: bool  # the error is above `tolerance`; if accepted, the original computes parts in float32
     proposals: int
-    is_cut: bool
+    is_cut: bool  # the budget ended the search
     tolerance: float
-    refused: str = ""
+    refused: str  # why the last layout could not be applied
 
 
 class Detection(NamedTuple):
-    """The layout that was found; `search` is None without reference outputs."""
+    """The closest layout; `search` is None without reference outputs."""
 
     layout: Layout
     search: Search | None
@@ -129,11 +112,7 @@ def detect(
 ) -> Detection:
     """Find the layout of a checkpoint among known layouts, then among drafts.
 
-    The function returns the closest candidate even if it is not accepted. `tensors` is the state dict that the
-    reference outputs were recorded with, preferably float64.
-
-    Raises:
-        CheckpointError: No layers are recognized, or, without reference outputs, several known layouts fit by name.
+    `tensors` is the state dict that the reference outputs were recorded with, preferably float64.
     """
     known = [layout for layout in builtin if fits_names(layout, tensors)]
     if known:
@@ -141,10 +120,7 @@ def detect(
     if reference is None:
         if len(known) > 1:
             names = ", ".join(layout.name for layout in known)
-            raise CheckpointError(
-                f"{len(known)} layouts fit by name ({names}) and nothing tells which; give --layout with one of them, "
-                "or reference outputs, which decide"
-            )
+            raise CheckpointError(f"{len(known)} layouts fit by name ({names}); give --layout or --reference")
         return Detection(known[0] if known else next(drafts(tensors)), None)
     searcher = _Searcher(tensors, reference, budget or Budget(ImportConfig.search_budget), settings or {})
     search = None
@@ -157,28 +133,17 @@ def detect(
         report("no known layout reproduces the reference outputs; matching names, indices and shapes")
     drafted = searcher.run(itertools.islice(drafts(tensors, reference), _MAX_DRAFTS), report)
     if drafted.best is not None and drafted.accepted and drafted.is_float32:
-        drafted = _if_clear(drafted, drafted.best.layout, tensors, reference, report)
+        # A float32 error is accepted only if every other value of a switch is clearly worse.
+        layout = drafted.best.layout
+        canonical = apply_layout(layout, tensors, settings=_PLACEHOLDERS, attributes=reference.attributes)
+        found = certify(canonical, reference, layout.name)
+        clear = GROWTH * (found.error or 0.0)
+        others = {name: other.error for name, other in found.switches.items() if name.rpartition(".")[2] in _DECIDING}
+        if unclear := [name for name, error in others.items() if error < clear]:
+            report(f"error {found.error:.1e}, but other values of {', '.join(unclear)} have a similar error")
+            drafted = replace(drafted, accepted=False)
     best = drafted.best or (search.best if search else None)
     return Detection(best.layout if best else next(drafts(tensors, reference)), drafted)
-
-
-def _if_clear(
-    search: Search,
-    layout: Layout,
-    tensors: Mapping[str, Tensor],
-    reference: ReferenceOutputs,
-    report: Callable[[str], None],
-) -> Search:
-    """Accept a float32 error only if every other value of a switch is clearly worse."""
-    canonical = apply_layout(layout, tensors, settings=_PLACEHOLDERS, attributes=reference.attributes)
-    found = certify(canonical, reference, layout.name)
-    clear = GROWTH * (found.error or 0.0)
-    unclear = [
-        name for name, other in found.switches.items() if name.rpartition(".")[2] in _DECIDING and other.error < clear
-    ]
-    if unclear:
-        report(f"error {found.error:.1e}, but other values of {', '.join(unclear)} come as near")
-    return replace(search, accepted=not unclear)
 
 
 class _Searcher:
@@ -190,11 +155,7 @@ class _Searcher:
         self.refused = ""
 
     def run(self, layouts: Iterable[Layout], report: Callable[[str], None], *, as_written: bool = False) -> Search:
-        """Try layouts in order until one reproduces the reference outputs.
-
-        `report` receives a line for each closer candidate. If `as_written` is True, the switches of the layouts do not
-        change.
-        """
+        """Try layouts until one fits; `as_written` keeps their switches."""
         tried = 0
         best: Candidate | None = None
         accepted_at: int | None = None
@@ -231,24 +192,24 @@ class _Searcher:
 
     def _heads(self, layout: Layout) -> list[list[int]]:
         # Head counts in one group make the same tensors.
-        given = self.settings.get("num_heads", self.reference.heads or layout.switch("num_heads"))
-        if isinstance(given, int):
-            return [[given]]
-        every = possible_heads(layout, self.tensors, self.reference.attributes)
-        if not every:
+        heads = self.settings.get("num_heads", self.reference.heads or layout.switch("num_heads"))
+        if isinstance(heads, int):
+            return [[heads]]
+        possible = possible_heads(layout, self.tensors, self.reference.attributes)
+        if not possible:
             self._applied(layout, 1)  # sets `refused`
             return []
         depends = any(fold in line for line in layout.map for fold in _BY_HEAD)
-        return [[n] for n in every] if depends else [every]
+        return [[n] for n in possible] if depends else [possible]
 
     def _choices(self, canonical: Canonical, heads: Sequence[int], *, as_written: bool) -> dict[str, tuple[Value, ...]]:
         if as_written:
             return {"num_heads": tuple(heads)}
-        given = {*_DECIDED, *self.settings}
+        fixed = {*_DECIDED, *self.settings}
         choices = {
             name: values
             for name, values in options(canonical.config).items()
-            if not {name, name.rpartition(".")[2]} & given
+            if not {name, name.rpartition(".")[2]} & fixed
         }
         for side, stack in (("enc", canonical.config.encoder), ("dec", canonical.config.decoder)):
             # If there is a norm after the last layer, the layers are usually pre-norm.
@@ -260,7 +221,7 @@ class _Searcher:
     def _applied(self, layout: Layout, heads: int) -> Canonical | None:
         settings = {**_PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
         settings.pop("num_heads", None)
-        settings["num_heads"] = heads  # as the last one, for both sides
+        settings["num_heads"] = heads  # the last one, so that it replaces the heads of both sides
         try:
             canonical = apply_layout(layout, self.tensors, settings=settings, attributes=self.reference.attributes)
             check_fits(canonical.config, self.reference)
@@ -282,15 +243,14 @@ class _Searcher:
             if not found and name not in later
         }
         first = Comparator(canonical, self.first)
-        whole = first.on(self.reference)
+        whole = Comparator(canonical, self.reference, model=first.model)
         best: tuple[Comparison, Switches] | None = None
-        for error, switches in self._starts(first, canonical, start, coarse):
+        for error, switches in self._starts(first, start, coarse):
             if error > _NEAR and best is not None:
                 break
             # With the switches of another close layout, this one is also close on the whole batch, or it is wrong.
-            refined = self._refined(
-                whole, canonical, switches, choices if error <= _NEAR else {}, within=_HIT if found else math.inf
-            )
+            changes = choices if error <= _NEAR else {}
+            refined = self._refined(whole, switches, changes, within=_HIT if found else math.inf)
             if best is None or refined[0].worst < best[0].worst:
                 best = refined
             if best[0].worst <= FLOAT32_TOLERANCE:
@@ -298,7 +258,7 @@ class _Searcher:
         return Candidate(with_switches(layout, {**best[1], **self.settings}), *best) if best else None
 
     def _starts(
-        self, comparator: Comparator, canonical: Canonical, start: Switches, coarse: Mapping[str, Sequence[Value]]
+        self, comparator: Comparator, start: Switches, coarse: Mapping[str, Sequence[Value]]
     ) -> Iterator[tuple[float, dict[str, Value]]]:
         others: list[tuple[float, int, dict[str, Value]]] = []
         places = itertools.product(*(range(len(values)) for values in coarse.values()))
@@ -306,7 +266,7 @@ class _Searcher:
             if self.budget.is_over:
                 break
             values = {name: values[place] for (name, values), place in zip(coarse.items(), picked, strict=True)}
-            error = self._compared(comparator, canonical, {**start, **values}).worst
+            error = self._compared(comparator, {**start, **values}).worst
             if error <= _HIT:
                 yield error, {**start, **values}
             else:
@@ -315,16 +275,10 @@ class _Searcher:
             yield error, switches
 
     def _refined(
-        self,
-        comparator: Comparator,
-        canonical: Canonical,
-        switches: Switches,
-        choices: Mapping[str, tuple[Value, ...]],
-        *,
-        within: float,
+        self, comparator: Comparator, switches: Switches, choices: Mapping[str, tuple[Value, ...]], *, within: float
     ) -> tuple[Comparison, Switches]:
         # A candidate whose error is above `within` is not refined.
-        best = self._compared(comparator, canonical, switches), dict(switches)
+        best = self._compared(comparator, switches), dict(switches)
         for _ in range(_MAX_ROUNDS if best[0].worst <= within else 0):
             before = best[0].worst
             for change in _single_changes(choices):
@@ -334,7 +288,7 @@ class _Searcher:
                 if changed == best[1]:
                     continue
                 try:
-                    comparison = self._compared(comparator, canonical, changed)
+                    comparison = self._compared(comparator, changed)
                 except ConfigError:  # it does not fit the sizes
                     continue
                 if comparison.worst < best[0].worst:
@@ -343,9 +297,9 @@ class _Searcher:
                 break
         return best
 
-    def _compared(self, comparator: Comparator, canonical: Canonical, switches: Switches) -> Comparison:
+    def _compared(self, comparator: Comparator, switches: Switches) -> Comparison:
         self.budget.spend()
-        return comparator.compare(configured(canonical.config, switches))
+        return comparator.compare(configured(comparator.config, switches))
 
 
 def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
@@ -365,10 +319,8 @@ def _first_position(reference: ReferenceOutputs) -> ReferenceOutputs:
     row = int(reference.source_mask.sum(1).argmin())
     source = (slice(row, row + 1), slice(0, int(reference.source_mask[row].sum())))
     target = (slice(row, row + 1), slice(0, 1))
-    changes: dict[str, Any] = {"state": {}, "attributes": {}, "real": {}}
-    for places, names in (
-        (source, ("source_ids", "source_mask", "hidden_states")),
-        (target, ("target_ids", "target_mask", "logits")),
-    ):
-        changes |= {name: tensor[places] for name in names if (tensor := getattr(reference, name)) is not None}
-    return replace(reference, **changes)
+    places = dict.fromkeys(("source_ids", "source_mask", "hidden_states"), source)
+    places |= dict.fromkeys(("target_ids", "target_mask", "logits"), target)
+    tensors = ((name, getattr(reference, name)) for name in places)
+    changes: dict[str, Any] = {name: tensor[places[name]] for name, tensor in tensors if tensor is not None}
+    return replace(reference, state={}, attributes={}, real={}, **changes)

@@ -1,7 +1,6 @@
-"""Read Hugging Face directories; each module covers families that share code.
+"""Read Hugging Face directories.
 
-A family module has a list `FAMILIES`. To add a family, add such a module. Also add a layout if no built-in one has the
-names of its weights.
+To add families, add a module with a list `FAMILIES`, and a layout if no built-in one has the names of their weights.
 """
 
 from __future__ import annotations
@@ -31,9 +30,13 @@ _ACTIVATIONS = {
     "gelu_python": "gelu",
     "swish": "silu",
 }
-_TOKENS = {"pad": "pad_token_id", "start": "decoder_start_token_id", "eos": "eos_token_id"}
+_TOKENS = {
+    "tokens.pad": "pad_token_id",
+    "tokens.start": "decoder_start_token_id",
+    "tokens.eos": "eos_token_id",
+    "tokens.unk": "unk_token_id",
+}
 _BIAS = "final_logits_bias"
-_MAX_LISTED = 8
 
 
 class Reader:
@@ -68,33 +71,19 @@ class Reader:
 
 @dataclass(frozen=True)
 class Family:
-    """Description of how to import models of one `model_type`.
-
-    Attributes:
-        model_type: value in config.json.
-        layout: returns the name of the built-in layout for a config.json.
-        settings: reads the switches from a config.json and the keys of the state dict.
-        tokenizers: class names in transformers; the first one is used if a directory names no class.
-        base: prefix of the weights inside the whole model, missing in files of the model without its head.
-        head: key of the output projection.
-        is_tied: whether the output projection may be missing regardless of config.json.
-        unread: keys of config.json that no current version of transformers reads.
-        unused: patterns of weights that transformers does not load.
-        convert: makes tokenizers of these classes, by file name; None if transformers converts them.
-        tokenizer_files: files that select `convert` if a directory has no config.json.
-    """
+    """Description of how to import models of one `model_type`."""
 
     model_type: str
-    layout: Callable[[Mapping[str, Any]], str]
-    settings: Callable[[Reader, Collection[str]], dict[str, Value]]
-    tokenizers: tuple[str, ...]
-    base: str = "model."
+    layout: Callable[[Mapping[str, Any]], str]  # name of the built-in layout for a config.json
+    settings: Callable[[Reader, Collection[str]], dict[str, Value]]  # reads switches, also from the keys of weights
+    tokenizers: tuple[str, ...]  # class names in transformers; a directory may name none, then the first one
+    base: str = "model."  # prefix of the weights, missing in files of the model without its head
     head: str = "lm_head.weight"
-    is_tied: bool = False
-    unread: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    convert: Callable[[Path, ModelSpec], dict[str, Inner]] | None = None
-    tokenizer_files: tuple[str, ...] = ()
+    is_tied: bool = False  # the head may be missing, regardless of config.json
+    unread: tuple[str, ...] = ()  # keys of config.json that no current version of transformers reads
+    unused: tuple[str, ...] = ()  # patterns of weights that transformers does not load
+    convert: Callable[[Path, ModelSpec], dict[str, Inner]] | None = None  # None if transformers makes the tokenizers
+    tokenizer_files: tuple[str, ...] = ()  # select `convert` if a directory has no config.json
 
 
 @cache
@@ -116,39 +105,35 @@ def read_settings(
     config: Mapping[str, Any],
     generation: Mapping[str, Any],
     keys: Collection[str],
-    given: Collection[str] = (),
+    own_settings: Collection[str] = (),
 ) -> dict[str, Value]:
     """Read a config.json as settings for `apply_layout`.
 
-    Tokens of generation_config.json take precedence, as in `generate`. `keys` are those of the state dict, because a
-    stored position table needs no length. `given` are settings of the user, which replace the file's.
+    `keys` are those of the state dict. `own_settings` are names of settings of the user, which replace the file's.
     """
     reader = Reader(config)
-    found = family.settings(reader, keys) | read_tokens(reader, generation, given)
+    found = family.settings(reader, keys) | read_tokens(reader, generation, own_settings)
     raise_all(CheckpointError, "config.json", reader.problems)
     return found
 
 
-def read_tokens(reader: Reader, generation: Mapping[str, Any], given: Collection[str]) -> dict[str, Value]:
-    """Read the token ids of a directory of any family as settings."""
+def read_tokens(reader: Reader, generation: Mapping[str, Any], own_settings: Collection[str]) -> dict[str, Value]:
+    """Read the token ids of a directory; those of `generation` take precedence."""
     decoder = reader.config.get("decoder")
     of_decoder = {"decoder_start_token_id": None, **decoder} if isinstance(decoder, dict) else {}
     stored = {**of_decoder, **reader.config, **{name: value for name, value in generation.items() if value is not None}}
     if stored.get("decoder_start_token_id", 0) is None and _is_token(stored.get("bos_token_id")):
         stored["decoder_start_token_id"] = stored["bos_token_id"]  # as `generate` does
     found: dict[str, Value] = {}
-    for ours, theirs in _TOKENS.items():
-        value = stored.get(theirs)
-        if theirs == "eos_token_id" and isinstance(value, list) and value:
+    for name, key in _TOKENS.items():
+        value = stored.get(key)
+        if key == "eos_token_id" and isinstance(value, list) and value:
             value = value[0]  # the model has one end token; generation uses all of them
         if _is_token(value):
-            found[f"tokens.{ours}"] = value
-        elif theirs in stored and f"tokens.{ours}" not in given:
-            reader.problems.append(
-                f"{theirs} is {shortened(value)}, expected a whole number; give --set tokens.{ours}=ID"
-            )
-    unknown = stored.get("unk_token_id")
-    return found | ({"tokens.unk": unknown} if _is_token(unknown) else {})
+            found[name] = value
+        elif key in stored and key != "unk_token_id" and name not in own_settings:
+            reader.problems.append(f"{key} is {shortened(value)}, expected a whole number; give --set {name}=ID")
+    return found
 
 
 def _is_token(value: Any) -> bool:
@@ -161,16 +146,14 @@ def as_loaded(
     """Return the weights as transformers loads them; report each difference."""
     base, head = family.base, family.head
     if not any(key.startswith(base) for key in tensors):
-        report(f"has the names of the model without its head; put {base!r} before them")
+        report(f"added the prefix {base!r} to the keys, as in the whole model")
         tensors = {key if key in (head, _BIAS) else base + key: tensor for key, tensor in tensors.items()}
     found = dict(tensors)
     unused = [key for key in found if any(fnmatchcase(key, pattern) for pattern in family.unused)]
     shared = f"{base}shared.weight"
     tables = [f"{base}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
     if head not in found and not family.is_tied and config.get("tie_word_embeddings", True) is False:
-        raise CheckpointError(
-            f"the weights have no {head}, and config.json has tie_word_embeddings false; save the whole model"
-        )
+        raise CheckpointError(f"{head} is missing, and config.json has tie_word_embeddings false; save the whole model")
     if shared in found and all(table in found for table in tables):
         # Each side has its own table, usually with equal values.
         if head not in found and config.get("share_encoder_decoder_embeddings", True):
@@ -179,6 +162,5 @@ def as_loaded(
             unused.append(shared)
         del found[shared]
     if unused:
-        more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
-        report(f"left out what transformers does not load: {', '.join(sorted(unused)[:_MAX_LISTED])}{more}")
+        report(f"ignored {len(unused)} weights that transformers does not load: {', '.join(sorted(unused)[:8])}")
     return {key: tensor for key, tensor in found.items() if key not in unused}

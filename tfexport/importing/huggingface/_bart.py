@@ -13,25 +13,21 @@ from tokenizers import Tokenizer as Inner
 
 from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
 from tfexport.contract import ModelSpec
-from tfexport.errors import CheckpointError, shortened
+from tfexport.errors import shortened
 from tfexport.importing.huggingface import Family, Reader
 from tfexport.importing.huggingface.tokenizer import need_transformers, read_ids, read_json_object, surround
-from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, with_ids
+from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, tokenizer_error, with_ids
 from tfexport.nn.switches import Value
 
 # Keys of published files that only fairseq or ParlAI reads.
 _UNREAD = (
-    "add_bias_logits",
-    "add_final_layer_norm",
-    "do_blenderbot_90_layernorm",
-    "extra_layer_norm",
-    "extra_pos_embeddings",
-    "layernorm_variant",
-    "normalize_before",
-    "normalize_embedding",
+    *("add_bias_logits", "add_final_layer_norm", "do_blenderbot_90_layernorm", "extra_layer_norm"),
+    *("extra_pos_embeddings", "layernorm_variant", "normalize_before", "normalize_embedding"),
     "static_position_embeddings",
 )
 _UNUSED = ("model.*coder.version", "model.*coder.embed_positions.weights")
+_M2M100 = ("M2M100Tokenizer", "NllbTokenizer")
+_MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
 
 
 def _family(model_type: str, *tokenizers: str, **more: Any) -> Family:
@@ -75,9 +71,7 @@ def _convert_m2m100(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
     transformers = need_transformers(directory / SPM_BPE)
     if (directory / "vocab.json").is_file():
         if (codes := settings.get("language_codes", "m2m100")) != "m2m100":
-            raise CheckpointError(
-                f"tokenizer {directory}: language_codes is {codes!r}, expected 'm2m100'; give {TOKENIZER}"
-            )
+            raise tokenizer_error(directory, f"language_codes is {codes!r}, expected 'm2m100'")
         known = transformers.models.m2m_100.tokenization_m2m_100.FAIRSEQ_LANGUAGE_CODES["m2m100"]
         ids = read_ids(directory / "vocab.json")
         added = {f"__{language}__": len(ids) + i for i, language in enumerate(known)}
@@ -93,12 +87,11 @@ def _convert_m2m100(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
         source = settings.get("src_lang") or "eng_Latn"
     inner = with_ids(proto, {**ids, **added}, ("<s>", "<pad>", "</s>", *added), "<unk>")
     if not isinstance(source, str) or source not in added:
-        raise CheckpointError(
-            f"tokenizer {directory}: src_lang is {shortened(source)}, expected one of {', '.join(added)}"
-        )
+        problem = f"src_lang is {shortened(source)}, expected one of {', '.join(added)}"
+        raise tokenizer_error(directory, f"{problem}")
     language, eos = added[source], spec.tokens.eos
-    is_legacy = bool(settings.get("legacy_behaviour"))
-    surround(inner, () if is_legacy else (language,), (eos, language) if is_legacy else (eos,))
+    around = ((), (eos, language)) if settings.get("legacy_behaviour") else ((language,), (eos,))
+    surround(inner, *around)
     return {TOKENIZER: inner}
 
 
@@ -107,9 +100,8 @@ def _added_later(directory: Path, settings: Mapping[str, Any], first: int, limit
         found = {str(token): int(i) for token, i in read_json_object(directory / "added_tokens.json").items()}
         found |= {str(token["content"]): int(i) for i, token in (settings.get("added_tokens_decoder") or {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"tokenizer {directory}: added tokens are damaged, expected ids and contents; save the tokenizer again"
-        ) from error
+        problem = "added tokens are invalid, expected ids and contents; save the tokenizer again"
+        raise tokenizer_error(directory, problem) from error
     return {token: i for token, i in found.items() if first <= i < limit}
 
 
@@ -118,17 +110,6 @@ FAMILIES = (
     _family("mbart", "MBartTokenizer", "MBart50Tokenizer"),
     _family("pegasus", "PegasusTokenizer"),
     _family("blenderbot", "BlenderbotTokenizer"),
-    _family(
-        "m2m_100",
-        "M2M100Tokenizer",
-        "NllbTokenizer",
-        convert=_convert_m2m100,
-        tokenizer_files=(SPM_BPE, "vocab.json"),
-    ),
-    _family(
-        "marian",
-        "MarianTokenizer",
-        convert=_convert_marian,
-        tokenizer_files=("source.spm", "target.spm", "vocab.json"),
-    ),
+    _family("m2m_100", *_M2M100, convert=_convert_m2m100, tokenizer_files=(SPM_BPE, "vocab.json")),
+    _family("marian", "MarianTokenizer", convert=_convert_marian, tokenizer_files=_MARIAN_FILES),
 )

@@ -8,8 +8,7 @@ from typing import Any
 from tfexport.importing.huggingface import Family, Reader
 from tfexport.nn.switches import Value
 
-# T5 has no maximum length; it was trained with this one.
-_LENGTH = 512
+_LENGTH = 512  # T5 has no maximum length; it was trained with this one
 _UNUSED = ("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 

@@ -23,15 +23,14 @@ _SHARED = (
 
 def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
     encoder, decoder = reader.side("encoder"), reader.side("decoder")
-    problems = reader.problems
-    problems += [
-        f"encoder.{name} is {shortened(encoder.config.get(name))} and decoder.{name} is "
-        f"{shortened(decoder.config.get(name))}, expected the same"
-        for name in _SHARED
-        if encoder.config.get(name) != decoder.config.get(name)
-    ]
+    for name in _SHARED:
+        one, other = encoder.config.get(name), decoder.config.get(name)
+        if one != other:
+            reader.problems.append(
+                f"encoder.{name} is {shortened(one)} and decoder.{name} is {shortened(other)}, expected the same"
+            )
     if reader.config.get("is_encoder_decoder") is False:
-        problems.append("is_encoder_decoder is False, expected a decoder too")
+        reader.problems.append("is_encoder_decoder is False, expected a decoder too")
     found: dict[str, Value] = {
         **encoder.activation("hidden_activation", encoder.config.get("hidden_activation")),
         "num_heads": encoder.whole("num_attention_heads"),
@@ -43,7 +42,7 @@ def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
         "logit_softcap": decoder.config.get("final_logit_softcapping") or 0.0,
         "max_length": min(_longest(encoder), _longest(decoder)),
     }
-    problems += [*encoder.problems, *decoder.problems]
+    reader.problems += [*encoder.problems, *decoder.problems]
     return found
 
 
@@ -62,8 +61,8 @@ def _rotary_base(reader: Reader) -> float:
 
 def _longest(reader: Reader) -> int:
     """Return the longest text that a sliding window covers completely."""
-    longest, kinds = reader.whole("max_position_embeddings"), reader.config.get("layer_types") or ["sliding_attention"]
-    return min(longest, reader.whole("sliding_window")) if "sliding_attention" in kinds else longest
+    length, kinds = reader.whole("max_position_embeddings"), reader.config.get("layer_types") or ["sliding_attention"]
+    return min(length, reader.whole("sliding_window")) if "sliding_attention" in kinds else length
 
 
 FAMILIES = (Family("t5gemma", lambda _: "hf_t5gemma", _settings, ("GemmaTokenizer",), head="lm_head.out_proj.weight"),)

@@ -13,9 +13,9 @@ from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.generation import LENGTHS, GenerationDefaults
 from tfexport.importing._files import GENERATION_CONFIG
 
-_OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
+_SUPPORTED = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
 # Unsupported options that change the text, with their neutral values.
-_NOT_HERE: dict[str, tuple[object, ...]] = {
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
     "encoder_repetition_penalty": (1,),
@@ -38,7 +38,7 @@ _NOT_HERE: dict[str, tuple[object, ...]] = {
     "watermarking_config": (),
 }
 # Options that change how a text is computed or returned, not the text.
-_NO_MATTER = {
+_HARMLESS = {
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
     *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
@@ -50,28 +50,39 @@ _NO_MATTER = {
 
 
 def read_generation(
-    hf_config: Mapping[str, Any], hf_generation: Mapping[str, Any], tokens: TokenIds, vocab: int, given: Collection[str]
+    hf_config: Mapping[str, Any],
+    hf_generation: Mapping[str, Any],
+    tokens: TokenIds,
+    vocab: int,
+    own_settings: Collection[str],
 ) -> tuple[GenerationDefaults, list[str]]:
     """Read the generation defaults as transformers does; also return notes.
 
-    They come from generation_config.json if there is one. `given` are settings that replace the tokens of the file.
+    `own_settings` are names of settings of the user, which replace the tokens of the file.
     """
     name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
     found = {key: value for key, value in found.items() if value is not None}
-    notes = _notes(found, has_own_file=bool(hf_generation))
-    options = _options(found, tokens, given, notes)
+    notes = list[str]()
+    if ignored := [key for key, neutral in _UNSUPPORTED.items() if key in found and found[key] not in neutral]:
+        listed = ", ".join(f"{key} {shortened(found[key])}" for key in ignored)
+        notes.append(f"ignored {listed}: texts will differ from those of transformers")
+    if hf_generation and (unknown := sorted(found.keys() - _SUPPORTED - _UNSUPPORTED.keys() - _HARMLESS)):
+        notes.append(f"ignored {', '.join(unknown)[:200]}: transformers ignores these keys too")
+    options = _options(found, tokens, own_settings, notes)
     try:
         defaults = GenerationDefaults.from_dict(options, subject=name)
         raise_all(ConfigError, name, defaults.token_problems(vocab))
     except ConfigError as error:
-        raise CheckpointError(f"{error}; change it there, or take it out") from error
+        raise CheckpointError(f"{error}; change it there, or remove it") from error
     listed = ", ".join(f"{key} {json.dumps(value)}" for key, value in defaults.given().items())
-    first = [f"generates with {listed} unless told otherwise"] if listed else []
+    first = [f"the defaults are {listed}"] if listed else []
     return defaults, [f"{name}: {note}" for note in [*first, *notes]]
 
 
-def _options(found: Mapping[str, Any], tokens: TokenIds, given: Collection[str], notes: list[str]) -> dict[str, Any]:
-    options = {key: value for key, value in found.items() if key in _OURS}
+def _options(
+    found: Mapping[str, Any], tokens: TokenIds, own_settings: Collection[str], notes: list[str]
+) -> dict[str, Any]:
+    options = {key: value for key, value in found.items() if key in _SUPPORTED}
     if found.get("force_bos_token_to_be_generated") and "bos_token_id" in found:  # BART, before forced_bos_token_id
         options["forced_bos_token_id"] = found["bos_token_id"]
     for with_prompt, new_tokens in LENGTHS.items():
@@ -79,30 +90,15 @@ def _options(found: Mapping[str, Any], tokens: TokenIds, given: Collection[str],
             del options[with_prompt]
     start = options.pop("decoder_start_token_id", found.get("bos_token_id"))
     if isinstance(start, list):
-        notes.append(
-            "decoder_start_token_id is a list, one for each text of a batch, and left out; give it with a call"
-        )
-    elif start is not None and start != tokens.start and "tokens.start" not in given:
+        notes.append("decoder_start_token_id is a list, one for each text of a batch, and ignored; give it with a call")
+    elif start is not None and start != tokens.start and "tokens.start" not in own_settings:
         options["decoder_start_token_id"] = start
     ends = options.pop("eos_token_id", None)
     if ends is None:
-        notes.append(f"has no eos_token_id, so that transformers ends no text before its limit; here {tokens.eos} does")
-    elif ends not in (tokens.eos, [tokens.eos]) and "tokens.eos" not in given:
+        notes.append(f"has no eos_token_id: transformers ends texts only at the limit, tfexport also at {tokens.eos}")
+    elif ends not in (tokens.eos, [tokens.eos]) and "tokens.eos" not in own_settings:
         options["eos_token_id"] = ends
     if options.get("do_sample") and options.get("num_beams", 1) != 1:
-        notes.append("do_sample is left out: beams are not sampled here; texts will differ from those of transformers")
+        notes.append("do_sample is ignored with beams; texts will differ from those of transformers")
         del options["do_sample"]
     return options
-
-
-def _notes(found: Mapping[str, Any], *, has_own_file: bool) -> list[str]:
-    notes = []
-    missing = [
-        f"{key} {shortened(found[key])}" for key, same in _NOT_HERE.items() if key in found and found[key] not in same
-    ]
-    if missing:
-        notes.append(f"{', '.join(missing)} left out: not known here; texts will differ from those of transformers")
-    unknown = sorted(found.keys() - _OURS - _NOT_HERE.keys() - _NO_MATTER) if has_own_file else []
-    if unknown:
-        notes.append(f"{', '.join(unknown)[:200]} ignored: transformers knows no such option either")
-    return notes

@@ -13,16 +13,15 @@ from tfexport._io.extras import install_command
 from tfexport._io.names import CONFIG, TOKENIZER
 from tfexport._io.strict_json import parse_json, read_json
 from tfexport.contract import ModelSpec
-from tfexport.errors import BackendError, CheckpointError, ConfigError, shortened
+from tfexport.errors import BackendError, ConfigError, shortened
 from tfexport.importing.huggingface import families, family_of
-from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, read_vocabulary, tokenizer_json
+from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, read_vocabulary, tokenizer_error, tokenizer_json
 from tfexport.text.vocabulary import errors_as
 
 _SETTINGS = "tokenizer_config.json"
 _MODELS = (SPM_BPE, "spiece.model", "tokenizer.model")
 _PARTS = ("source.spm", "target.spm", "vocab.json", "merges.txt", "vocab.txt")
-# Twice the size of any known vocabulary; each unused id costs a token.
-_MAX_ID = 2**21
+_MAX_ID = 2**21  # twice the size of any known vocabulary; each unused id costs a token
 
 
 def tokenizer_names(directory: Path) -> tuple[str, ...]:
@@ -35,12 +34,12 @@ def directory_tokenizer(directory: Path, spec: ModelSpec) -> dict[str, bytes]:
     """Return the tokenizer.json of each side, by name, as transformers reads it."""
     names = tokenizer_names(directory)
     if not names:
-        raise CheckpointError(f"tokenizer {directory}: has no file of a tokenizer; give a directory with {TOKENIZER}")
+        raise tokenizer_error(directory, f"has no tokenizer file; give a directory with {TOKENIZER}")
     if names == (TOKENIZER,):
         return {TOKENIZER: tokenizer_json(directory / TOKENIZER, spec)}
     for name in names:
         read_vocabulary(directory / name)  # checks its size
-    with errors_as(lambda reason: CheckpointError(f"tokenizer {directory}: cannot be read ({reason}); save it again")):
+    with errors_as(lambda reason: tokenizer_error(directory, f"cannot be read ({reason}); save it again")):
         return {name: inner.to_str(pretty=True).encode() for name, inner in _convert(directory, names, spec).items()}
 
 
@@ -56,15 +55,13 @@ def _convert(directory: Path, names: Sequence[str], spec: ModelSpec) -> dict[str
     if family and family.convert and (not named or named in family.tokenizers):
         return family.convert(directory, spec)
     if family is None and not named:
-        raise CheckpointError(
-            f"tokenizer {directory}: has {', '.join(names)}, and no {CONFIG} with a known model_type; give the "
-            f"{TOKENIZER} that AutoTokenizer.from_pretrained(…).save_pretrained(…) writes"
-        )
+        remedy = f"give the {TOKENIZER} that AutoTokenizer.from_pretrained(…).save_pretrained(…) writes"
+        raise tokenizer_error(directory, f"has {', '.join(names)}, but no {CONFIG} with a known model_type; {remedy}")
     transformers = need_transformers(directory)
     kind = transformers.AutoTokenizer if named or family is None else getattr(transformers, family.tokenizers[0])
     loaded = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if (inner := getattr(loaded, "backend_tokenizer", None)) is None:
-        raise CheckpointError(f"tokenizer {directory}: {type(loaded).__name__} has no {TOKENIZER}; give one")
+        raise tokenizer_error(directory, f"{type(loaded).__name__} cannot write a {TOKENIZER}; give one")
     spm = next((directory / name for name in _MODELS if name in names), None)
     # transformers 5 loses the normalization of mBART, and the end token of Blenderbot.
     if inner.normalizer is None and spm and (charsmap := read_sentencepiece(spm).normalizer_spec.precompiled_charsmap):
@@ -74,7 +71,7 @@ def _convert(directory: Path, names: Sequence[str], spec: ModelSpec) -> dict[str
         surround(inner, (), (spec.tokens.eos,))
     if loaded.unk_token_id in (*before, *after):
         language = shortened(settings.get("src_lang"))
-        raise CheckpointError(f"tokenizer {directory}: src_lang is {language}, expected a language that it has")
+        raise tokenizer_error(directory, f"src_lang is {language}, expected one of its languages")
     return {TOKENIZER: inner}
 
 
@@ -83,19 +80,18 @@ def need_transformers(path: Path) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise BackendError(
-            f"tokenizer {path}: transformers makes it a {TOKENIZER}; run: {install_command('transformers')}"
-        ) from error
+        command = install_command("transformers")
+        raise BackendError(f"tokenizer {path}: transformers converts it to {TOKENIZER}; run: {command}") from error
     return transformers
 
 
 def around(inner: Inner) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a tokenizer adds before and after a text."""
     encoded = inner.encode("a")
-    own = [i for i, added in enumerate(encoded.special_tokens_mask) if not added]
-    if not own:
+    text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+    if not text:
         return (), tuple(encoded.ids)
-    return tuple(encoded.ids[: own[0]]), tuple(encoded.ids[own[-1] + 1 :])
+    return tuple(encoded.ids[: text[0]]), tuple(encoded.ids[text[-1] + 1 :])
 
 
 def surround(inner: Inner, before: Sequence[int], after: Sequence[int]) -> None:
@@ -112,14 +108,11 @@ def read_ids(path: Path) -> dict[str, int]:
     try:
         ids = parse_json(read_vocabulary(path))
     except ValueError as error:
-        raise CheckpointError(f"tokenizer {path}: is no JSON ({error})") from error
-    whole = isinstance(ids, dict) and all(type(i) is int and i >= 0 for i in ids.values())
-    if not whole or len(set(ids.values())) < len(ids) or not ids:
-        raise CheckpointError(f"tokenizer {path}: expected tokens with an id of its own each")
-    if max(ids.values()) > _MAX_ID:
-        raise CheckpointError(f"tokenizer {path}: has id {max(ids.values())}, expected at most {_MAX_ID}")
-    if "<unk>" not in ids:
-        raise CheckpointError(f"tokenizer {path}: has no token <unk>")
+        raise tokenizer_error(path, f"is not JSON ({error}); save the tokenizer again") from error
+    is_valid = isinstance(ids, dict) and all(type(i) is int and 0 <= i <= _MAX_ID for i in ids.values())
+    if not is_valid or len(set(ids.values())) < len(ids) or "<unk>" not in ids:
+        expected = f"<unk> and other tokens, each with its own id of at most {_MAX_ID}"
+        raise tokenizer_error(path, f"is not a vocabulary, expected {expected}; save the tokenizer again")
     return dict(ids)
 
 
@@ -130,5 +123,5 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
     try:
         found = read_json(path, path.name)
     except ConfigError as error:
-        raise CheckpointError(f"tokenizer {path.parent}: {error}") from error
+        raise tokenizer_error(path.parent, str(error)) from error
     return found if isinstance(found, dict) else {}

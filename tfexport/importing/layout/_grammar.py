@@ -14,8 +14,6 @@ from typing import Literal, NamedTuple
 from tfexport.errors import ConfigError, raise_all, shortened
 
 _MAX_LENGTH, _MAX_NAMES = 200, 10_000
-# Former names, which are still accepted.
-_FORMER = {"n_heads": "num_heads"}
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,14 +32,10 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def evaluate(text: str, names: Names) -> float:
-    """Compute an expression such as `sqrt(d_model)` or `d_model ** -0.5`.
-
-    Raises:
-        ConfigError: The expression is invalid, uses an unknown name or has no finite real value.
-    """
+    """Compute an expression such as `sqrt(d_model)` or `d_model ** -0.5`."""
     compute, used = _parse(text)
     if unknown := sorted(used - names.keys()):
-        raise ConfigError(f"{unknown[0]!r} is no known size, expected one of {', '.join(sorted(names))}")
+        raise ConfigError(f"{unknown[0]!r} is not a known size, expected one of {', '.join(sorted(names))}")
     try:
         value = compute(names)
     except (ArithmeticError, ValueError) as error:
@@ -58,7 +52,7 @@ def _parse(text: str) -> tuple[Callable[[Names], float], frozenset[str]]:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{text!r} is no arithmetic, expected {_LANGUAGE}") from error
+        raise ConfigError(f"{text!r} is not an expression, expected {_LANGUAGE}") from error
     used: set[str] = set()
     return _compiled(tree, text, used), frozenset(used)
 
@@ -68,8 +62,7 @@ def _compiled(node: ast.expr, text: str, used: set[str]) -> Callable[[Names], fl
         case ast.Constant(value=constant) if type(constant) in (int, float):
             number = float(constant)  # type: ignore[arg-type]
             return lambda names: number
-        case ast.Name(id=written):
-            name = _FORMER.get(written, written)
+        case ast.Name(id=name):
             used.add(name)
             return lambda names: float(names[name])
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=inner):
@@ -82,9 +75,6 @@ def _compiled(node: ast.expr, text: str, used: set[str]) -> Callable[[Names], fl
             value = _compiled(inner, text, used)
             return lambda names: math.sqrt(value(names))
     raise ConfigError(f"{text!r} has {shortened(ast.unparse(node))}, expected {_LANGUAGE}")
-
-
-# Patterns
 
 
 class Match(NamedTuple):
@@ -110,6 +100,9 @@ class _Piece(NamedTuple):
         return f"({'|'.join(map(re.escape, self.words))})"
 
 
+_BRACES = {"wb": _Piece("wb", ("weight", "bias")), "h": _Piece("h")}
+
+
 def _pieces(text: str) -> tuple[_Piece, ...]:
     found: list[_Piece] = []
     end = 0
@@ -124,10 +117,8 @@ def _pieces(text: str) -> tuple[_Piece, ...]:
 
 
 def _braces(inner: str) -> _Piece:
-    if inner == "wb":
-        return _Piece("wb", ("weight", "bias"))
-    if inner == "h":
-        return _Piece("h")
+    if inner in _BRACES:
+        return _BRACES[inner]
     if index := re.fullmatch(r"(\d*)i(?:([+-])(\d+))?", inner):
         if int(index[1] or 1) == 0:
             raise ConfigError(f"{{{inner}}} counts no layers; expected a factor of 1 or more")
@@ -188,29 +179,25 @@ class Rule:
 def _problems(source: Sequence[_Piece], target: Sequence[_Piece]) -> list[str]:
     left, right = ([piece.words for piece in side if piece.kind == "list"] for side in (source, target))
     kinds = [[piece.kind for piece in side] for side in (source, target)]
-    problems = []
-    if len(left) != len(right):
-        problems.append(f"{len(left)} lists on the left and {len(right)} on the right, expected as many")
-    for one, other in zip(left, right, strict=False):
-        if len(one) != len(other):
-            problems.append(f"{{{','.join(one)}}} and {{{','.join(other)}}} differ in length")
-    problems += [f"{{{','.join(one)}}} names a word twice" for one in left if len(set(one)) < len(one)]
-    problems += [
-        f"{{{kind}}} is on the {'left' if kind in kinds[0] else 'right'} only"
-        for kind in ("i", "wb")
-        if (kind in kinds[0]) != (kind in kinds[1])
+    problems = [
+        f"{{{','.join(one)}}} and {{{','.join(other)}}} differ in length"
+        for one, other in zip(left, right, strict=False)
+        if len(one) != len(other)
     ]
-    if any(piece.kind == "i" and piece != _Piece("i") for piece in target):
-        problems.append("the right side counts layers only with {i}")
-    if math.prod(map(len, left)) > _MAX_NAMES:
-        problems.append(f"its lists give more than {_MAX_NAMES} names")
-    if "h" in kinds[1]:
-        problems.append("{h} may be on the left only, where it joins the heads")
-    if "parts" in kinds[0]:
-        problems.append("[…/…] may be on the right only, where it cuts a tensor")
-    if kinds[1].count("parts") > 1 or kinds[0].count("h") > 1:
-        problems.append("[…/…] and {h} may be there once")
-    return problems
+    if len(left) != len(right):
+        problems.append(f"{len(left)} lists on the left and {len(right)} on the right, expected the same number")
+    problems += [f"{{{','.join(one)}}} names a word twice" for one in left if len(set(one)) < len(one)]
+    for kind in ("i", "wb"):
+        if (kind in kinds[0]) != (kind in kinds[1]):
+            problems.append(f"{{{kind}}} is on the {'left' if kind in kinds[0] else 'right'} only")
+    checks = {
+        "the right side counts layers only with {i}": any(p.kind == "i" and p != _Piece("i") for p in target),
+        f"its lists give more than {_MAX_NAMES} names": math.prod(map(len, left)) > _MAX_NAMES,
+        "{h} may be on the left only, where it joins the heads": "h" in kinds[1],
+        "[…/…] may be on the right only, where it cuts a tensor": "parts" in kinds[0],
+        "[…/…] and {h} may be there only once": kinds[1].count("parts") > 1 or kinds[0].count("h") > 1,
+    }
+    return problems + [problem for problem, is_wrong in checks.items() if is_wrong]
 
 
 def matches(rule: Rule, keys: Iterable[str]) -> list[Match]:

@@ -25,14 +25,7 @@ from tfexport.importing.layout.layout import (
     parse_post,
 )
 from tfexport.importing.layout.ops import Context, Step, run, sinusoid
-from tfexport.importing.layout.sizes import (
-    bias_table,
-    check_shapes,
-    expected_shapes,
-    read_config,
-    read_heads,
-    read_tokens,
-)
+from tfexport.importing.layout.sizes import check_shapes, expected_shapes, read_config, read_tokens
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import Value
@@ -62,11 +55,7 @@ class LineUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Canonical:
-    """A checkpoint in canonical form.
-
-    `tensors` has tied tensors under each of their names, in the dtype of the checkpoint. `lines` lists the keys and
-    tensors of each layout line, `notes` the messages for the user.
-    """
+    """A checkpoint in canonical form; tied tensors have each of their names."""
 
     config: TransformerConfig
     tensors: dict[str, Tensor]
@@ -74,7 +63,7 @@ class Canonical:
     notes: tuple[str, ...] = ()
 
     def model(self) -> Transformer:
-        """Make the model, in eval mode; it shares the tensors and keeps their dtypes."""
+        """Make the model in eval mode; it shares the tensors."""
         with on_meta():
             model = Transformer(self.config)
         model.load_state_dict(self.tensors, assign=True)
@@ -92,14 +81,8 @@ def apply_layout(
 ) -> Canonical:
     """Convert a state dict to the canonical model; every key and line must match.
 
-    The values are not read before all names and shapes fit. `settings` replace the layout's switches and tokens.
-    `attributes` are tensors outside of the state dict, for `derive: attr`.
-
-    Raises:
-        CheckpointError: Lists every line and key that does not match exactly once, every tensor that is missing,
-            unexpected, wrongly shaped, contradictory or not finite, every tie that does not hold, and every size that
-            is not given.
-        ConfigError: Lists every unknown setting and every invalid value.
+    The values are read only if all names and shapes fit. `settings` replace the layout's switches and tokens.
+    `attributes` are tensors outside of the state dict, for `derive: attr`. The CheckpointError lists every problem.
     """
     layout = override(layout, {**(settings or {}), **({} if heads is None else {"num_heads": heads})})
     execution = _Execution(layout, tensors, attributes or {})
@@ -119,14 +102,17 @@ def apply_layout(
             for other in others
             if not _same(tensors[first], tensors[other])
         ]
-    sizes, config, filled = _sizes(execution)
+    sizes, meta = _on_meta(execution)
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta.items()}
+    config = read_config(layout, shapes, sizes, problems) if shapes else None
+    filled = check_shapes(config, shapes, problems) if config else {}
     # Problems of both sides are reported once.
     raise_all(CheckpointError, f"layout {layout.name}", list(dict.fromkeys(problems)))
     assert config is not None
     made = execution.run(tensors, sizes)
     raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, execution))
     made |= {name: made[_EMBEDDING].new_zeros(shape) for name, shape in filled.items()}
-    notes = (f"{len(filled)} biases that the checkpoint has not are 0, {next(iter(filled))} first",) if filled else ()
+    notes = (f"{len(filled)} missing biases are set to 0, {next(iter(filled))} first",) if filled else ()
     complete = {name: made[name].contiguous() for name in expected_shapes(config)}
     if config.decoder is not None:  # equal tables are stored once
         table = complete["dec.embed.weight"]
@@ -174,30 +160,10 @@ def possible_heads(
 def unsupported(keys: Iterable[str]) -> list[str]:
     """List the unsupported architectures that keys reveal, with the first key of each."""
     keys = list(keys)
-    found = []
-    for name, pattern in _UNSUPPORTED.items():
-        key = next((key for key in keys if re.search(pattern, key, re.IGNORECASE)), None)
-        if key is not None:
-            found.append(f"key {key[:120]} looks like {name}, which the canonical model has no place for")
-    return found
-
-
-def _sizes(
-    execution: _Execution,
-) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
-    layout, problems = execution.layout, execution.problems
-    sizes, made = _on_meta(execution)
-    if not made:
-        return {}, None, {}
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
-    for side in SIDES:
-        query = shapes.get(f"{side}.layers.0.self.q.weight")
-        if query is not None:
-            told = (bias_table(shapes, side) or (None,))[-1]
-            heads = read_heads(layout.switch("num_heads", side) or told, query[0], problems)
-            sizes[side] |= {"num_heads": heads, "d_k": query[0] // heads}
-    config = read_config(layout, shapes, sizes, problems)
-    return sizes, config, check_shapes(config, shapes, problems) if config is not None else {}
+    kinds = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _UNSUPPORTED.items()}
+    firsts = {name: next(filter(pattern.search, keys), "") for name, pattern in kinds.items()}
+    problem = "which the canonical model does not support"
+    return [f"key {key[:120]} looks like {name}, {problem}" for name, key in firsts.items() if key]
 
 
 def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
@@ -234,26 +200,18 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal, or on "meta" could be equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if one.is_meta or one is other or torch.equal(one, other):
-        return True
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _side_of(name: str) -> str:
-    return "enc" if name.startswith("enc.") else "dec"
+    # Two NaN count as equal, so that only the error about NaN is raised.
+    return one.is_meta or one is other or torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True)
 
 
 class _Execution:
-    """A layout matched with a state dict; it runs for shapes, then for values.
-
-    `pairs` has the number of each line, from 1, the line, and keys that it matches.
-    """
+    """A layout matched with a state dict; it runs for shapes, then for values."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor]) -> None:
         self.layout, self.tensors, self.attributes = layout, tensors, attributes
         self.problems: list[str] = []
         self.uses: list[LineUse] = []
-        self.pairs: list[tuple[int, Line, Match]] = []
+        self.pairs: list[tuple[int, Line, Match]] = []  # with the number of the line, from 1
         used: dict[str, int] = {}
         for number, text in enumerate(layout.map, 1):
             line = parse_line(text)
@@ -268,10 +226,11 @@ class _Execution:
                 if used.setdefault(key, number) != number
             ]
         is_ignored = _ignored(layout)
-        for key in tensors:
-            if (key in used) == is_ignored(key):
-                state = "both used and ignored" if key in used else "not used; map or ignore it"
-                self.problems.append(f"key {key[:120]} is {state}")
+        self.problems += [
+            f"key {key[:120]} is {'both used and ignored' if key in used else 'not used; map or ignore it'}"
+            for key in tensors
+            if (key in used) == is_ignored(key)
+        ]
 
     def width(self, meta: Mapping[str, Tensor], names: Names) -> int | None:
         for number, line, pair in self.pairs:
@@ -282,7 +241,7 @@ class _Execution:
                     return shape[1]
                 self.problems.append(f"{pair.sources[0]} becomes {_EMBEDDING} {shape}, expected [vocab, d_model]")
                 return None
-        self.problems.append(f"{_EMBEDDING} is missing; no line gives it")
+        self.problems.append(f"{_EMBEDDING} is missing; map a key to it")
         return None
 
     def run(self, tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> dict[str, Tensor]:
@@ -292,7 +251,7 @@ class _Execution:
         used: dict[int, list[Match]] = {}
         for number, line, pair in self.pairs:
             used.setdefault(number, []).append(pair)
-            parts = self._run_pair(number, line, pair, tensors, names[_side_of(pair.targets[0])])
+            parts = self._run_pair(number, line, pair, tensors, names[_side(pair.targets[0])])
             for name, tensor in zip(pair.targets, parts, strict=False):
                 if name in made and not _same(made[name], tensor):
                     self.problems.append(f"{name} comes from {origin[name]} and from {pair.sources[0]}, which differ")
@@ -310,7 +269,7 @@ class _Execution:
             given = [
                 name
                 for name in _of_layers(target, made)
-                if name not in made and self._derive(name, parse_derived(text), made, Context(names[_side_of(name)]))
+                if name not in made and self._derive(name, parse_derived(text), made, Context(names[_side(name)]))
             ]
             if given:
                 self.uses.append(LineUse(f"derive {target}: {text}", (), tuple(given)))
@@ -321,7 +280,7 @@ class _Execution:
                 self.problems.append(f"post {number} {shortened(text)}: no tensor matches")
             changed = {}
             for name in found:
-                context = Context(names[_side_of(name)], target=name, made=made)
+                context = Context(names[_side(name)], target=name, made=made)
                 if folded := self._folded(f"post {number}: {name}", line.steps, [made[name]], context):
                     changed[name] = folded[0]
             made |= changed
@@ -333,9 +292,8 @@ class _Execution:
     ) -> list[Tensor]:
         context = Context(names, len(pair.targets))
         if line.rule.joins_heads and len(pair.sources) != context.heads:
-            self.problems.append(
-                f"map {number}: {pair.targets[0]} has {len(pair.sources)} heads, expected {context.heads}"
-            )
+            problem = f"{pair.targets[0]} has {len(pair.sources)} heads, expected {context.heads}"
+            self.problems.append(f"map {number}: {problem}")
             return []
         place = f"map {number}: {pair.sources[0][:120]}"
         return self._folded(place, line.steps, [tensors[key] for key in pair.sources], context)
@@ -353,23 +311,20 @@ class _Execution:
         return bool(folded)
 
     def _start(self, derived: Derived, made: Mapping[str, Tensor], context: Context) -> Tensor | str:
-        width = int(context.names["d_model"])
-        match derived.kind:
-            case "tie":
-                return made.get(derived.argument, f"{derived.argument} is missing")
-            case "attr":
-                known = ", ".join(self.attributes) or "none"
-                missing = (
-                    f"no tensor {derived.argument} outside of the state dict (there: {known}); record reference outputs"
-                )
-                return self.attributes.get(derived.argument, missing)
-            case "ones":
-                return next(iter(made.values())).new_ones(width)
+        width, argument = int(context.names["d_model"]), derived.argument
+        if derived.kind == "tie":
+            return made.get(argument, f"{argument} is missing")
+        if derived.kind == "attr":
+            known = ", ".join(self.attributes) or "nothing"
+            missing = f"no tensor {argument} outside of the state dict, only {known}; record reference outputs"
+            return self.attributes.get(argument, missing)
+        if derived.kind == "ones":
+            return next(iter(made.values())).new_ones(width)
         length = self.layout.switch("max_length")
         if not isinstance(length, int) or not 0 < length <= MAX_SIZE:
-            return "the table is computed and its length not known; give --set max_length=N"
+            return "the length of a computed table is not known; give --set max_length=N"
         cut = sum(context.whole(step.arguments[0]) for step in derived.steps if step.name == "slice")
-        return sinusoid(derived.argument, length + cut, width)
+        return sinusoid(argument, length + cut, width)
 
     def _folded(self, place: str, steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
         try:
@@ -381,6 +336,10 @@ class _Execution:
             self.problems.append(f"{place} becomes {len(parts)} tensors, the line names {context.parts}")
             return []
         return parts
+
+
+def _side(name: str) -> str:
+    return "enc" if name.startswith("enc.") else "dec"
 
 
 def _of_layers(target: str, made: Iterable[str]) -> list[str]:

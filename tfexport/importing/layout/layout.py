@@ -1,14 +1,9 @@
-"""Read and check layouts: YAML files that map a state dict to the canonical model.
-
-docs/reference/layouts.md documents the format.
-"""
+"""Read and check layouts: YAML files as in docs/reference/layouts.md."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from functools import cache, lru_cache
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,8 +20,7 @@ from tfexport.nn.switches import SWITCHES, Switch, Value
 VERSION = 1
 SIDES = ("enc", "dec")
 _MAX_LINES = 1_000
-# PyYAML needs quadratic time for nested brackets; a layout has at most two.
-_MAX_DEPTH = 20
+_MAX_DEPTH = 20  # of brackets, for which PyYAML needs quadratic time
 _MAX_SETTING = 200
 _CANONICAL = re.compile(
     r"(enc|dec)\.(embed\.weight|pos|rel_bias\.weight|(emb_norm|norm)\.(weight|bias)"
@@ -36,31 +30,16 @@ _CANONICAL = re.compile(
 _TOKENS = ("unk", "pad", "bos", "eos", "start")
 
 
-# The keys of `arch`: the switches of the canonical model, and two sizes without a default. The import gives the number
-# of heads, and stored position tables give the length.
+# The keys of `arch`: the switches of the canonical model, and two sizes.
 ARCH_SWITCHES: dict[str, Switch] = {
     **SWITCHES,
     "num_heads": Switch(values=int, acts="attention", per_side=True),
     "max_length": Switch(values=int, acts="positions"),
 }
-# Former names, which are still accepted.
-_FORMER = {
-    "act": "activation",
-    "attn_scale": "attention_scale",
-    "dec_final_norm": "dec.final_norm",
-    "emb_norm": "embedding_norm",
-    "emb_scale": "embedding_scale",
-    "enc_final_norm": "enc.final_norm",
-    "ffn": "feed_forward",
-    "n_heads": "num_heads",
-    "pos": "positions",
-    "rel_bias": "relative_bias",
-    "rel_max_distance": "relative_max_distance",
-}
 
 
 class Line(NamedTuple):
-    """A parsed line of `map`: its rule, its folds, and whether it may match no key."""
+    """A parsed line of `map` or `post`; if it is optional, it may match no key."""
 
     rule: Rule
     steps: tuple[Step, ...]
@@ -68,7 +47,7 @@ class Line(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A parsed line of `derive`: kind, such as "tie", argument and folds."""
+    """A parsed line of `derive`; the kind is "tie", "sinusoid", "attr" or "ones"."""
 
     kind: str
     argument: str
@@ -78,9 +57,8 @@ class Derived(NamedTuple):
 class Layout(Config, subject="layout"):
     """A mapping from the state dict of one implementation to the canonical model.
 
-    `map` has lines "SRC -> DST |> fold |> …"; a line with `->?` may match no key. `arch` has switches, of one side as
-    "enc.NAME" or "dec.NAME"; texts are arithmetic in d_model, num_heads and d_k. `derive` makes tensors that the map
-    does not make. `baseline` is the relative error of the original in float64, if it computes parts in float32.
+    Switches of one side have the names "enc.NAME" and "dec.NAME" in `arch`. `baseline` is the relative error of the
+    original in float64, if it computes parts in float32.
     """
 
     name: Annotated[str, Match(r"[\w.-]{1,80}", "1 to 80 letters, digits, _, - and .")]
@@ -101,14 +79,12 @@ class Layout(Config, subject="layout"):
     def _problems(self) -> Iterator[str]:
         if not 0 < len(self.map) <= _MAX_LINES:
             yield f"map has {len(self.map)} lines, expected 1 to {_MAX_LINES}"
-        for number, text in enumerate(self.map, 1):
-            yield from _line_problems(f"map {number}", text, parse_line)
-        for number, text in enumerate(self.post, 1):
-            yield from _line_problems(f"post {number}", text, parse_post)
-        for target, text in self.derive.items():
+        for target in self.derive:
             if not _CANONICAL.fullmatch(target.replace("{i}", "0", 1)):
                 yield f"derive {target}: no canonical name"
-            yield from _line_problems(f"derive {target}", text, parse_derived)
+        yield from _line_problems("map", parse_line, enumerate(self.map, 1))
+        yield from _line_problems("post", parse_post, enumerate(self.post, 1))
+        yield from _line_problems("derive", parse_derived, self.derive.items())
         for name, value in self.arch.items():
             yield from _switch_problems(name, value)
         for name, token in self.tokens.items():
@@ -128,14 +104,9 @@ class Layout(Config, subject="layout"):
             raise ConfigError(f"layout is {shortened(version)}, expected the version {VERSION}")
         data = {key: value for key, value in data.items() if key != "layout"}
         if isinstance(arch := data.get("arch"), dict):
-            pairs: list[tuple[str, Any]] = []
-            for name, value in arch.items():
-                inner = value if name in SIDES and isinstance(value, dict) else {"": value}
-                pairs += [(_current(f"{name}.{one}".rstrip(".")), v) for one, v in inner.items()]
-            if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
-                names = ", ".join(twice)
-                raise ConfigError(f"switch {names} is given twice, by its name and by a former one; keep one")
-            data["arch"] = dict(pairs)
+            sides = {side: arch[side] for side in SIDES if isinstance(arch.get(side), dict)}
+            inner = {f"{side}.{name}": value for side, switches in sides.items() for name, value in switches.items()}
+            data["arch"] = {name: value for name, value in arch.items() if name not in sides} | inner
         return data
 
 
@@ -152,9 +123,9 @@ def parse_line(text: str) -> Line:
         raise ConfigError(f"{', '.join(wrong[:3])}{more}: no canonical name; docs/reference/layouts.md lists them")
     shapes = [OPERATIONS[step.name].shape for step in steps]
     if shapes.count("splits") != rule.splits:
-        raise ConfigError("[…/…] on the right and one fold that splits go together")
+        raise ConfigError("[…/…] on the right and one fold that splits need each other")
     if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * rule.joins_heads:
-        raise ConfigError("{h} on the left and join_rows or join_columns as the first fold go together")
+        raise ConfigError("{h} on the left and join_rows or join_columns as the first fold need each other")
     return Line(rule, steps, bool(sides[2]))
 
 
@@ -183,11 +154,12 @@ def parse_post(text: str) -> Line:
     return line
 
 
-def _line_problems(place: str, text: str, parse: Callable[[str], object]) -> Iterator[str]:
-    try:
-        parse(text)
-    except ConfigError as error:
-        yield f"{place} {shortened(text)}: {error}"
+def _line_problems(kind: str, parse: Callable[[str], object], lines: Iterable[tuple[object, str]]) -> Iterator[str]:
+    for place, text in lines:
+        try:
+            parse(text)
+        except ConfigError as error:
+            yield f"{kind} {place} {shortened(text)}: {error}"
 
 
 def _switch_problems(name: str, value: Value) -> Iterator[str]:
@@ -206,10 +178,8 @@ def _switch_problems(name: str, value: Value) -> Iterator[str]:
             unknown = names_in(value) - {"d_model", "num_heads", "d_k"}
         except ConfigError as error:
             yield f"{name}: {error}"
-        else:
-            if unknown:
-                yield f"{name} has {', '.join(sorted(unknown))}, expected d_model, num_heads, d_k"
-        return
+            return
+        is_valid, expected = not unknown, "arithmetic in d_model, num_heads and d_k"
     else:
         is_valid, expected = isinstance(value, int | float) and not isinstance(value, bool), "a number"
     if not is_valid:
@@ -217,11 +187,7 @@ def _switch_problems(name: str, value: Value) -> Iterator[str]:
 
 
 def parse_setting(text: str) -> tuple[str, Value]:
-    """Parse a KEY=VALUE text; the value is YAML, as in a layout file.
-
-    Raises:
-        ConfigError: There is no "=", or the value is not a number, word, true, false or null.
-    """
+    """Parse a KEY=VALUE text; the value is YAML, as in a layout file."""
     key, equals, written = text.partition("=")
     try:
         value = yaml.safe_load(written) if len(written) <= _MAX_SETTING else {}
@@ -229,22 +195,13 @@ def parse_setting(text: str) -> tuple[str, Value]:
         value = {}
     if not equals or not key or not isinstance(value, bool | int | float | str | None):
         raise ConfigError(f"setting {shortened(text)}: expected KEY=VALUE, such as norm_eps=1e-6 or tokens.pad=0")
-    return _current(key.strip()), value
-
-
-def _current(name: str) -> str:
-    side, dot, base = name.rpartition(".")
-    return side + dot + _FORMER.get(base, base)
+    return key.strip(), value
 
 
 def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
-    """Return a copy of a layout with other switches and tokens.
+    """Return a copy of a layout with other switches and tokens, such as "tokens.pad".
 
-    Names are those of switches, such as "norm_eps" or "enc.norm_place", and tokens, such as "tokens.pad". A switch for
-    both sides also replaces the layout's values for single sides.
-
-    Raises:
-        ConfigError: Lists every unknown name and invalid value.
+    A switch for both sides also replaces the layout's values for single sides.
     """
     arch, tokens = dict(layout.arch), dict(layout.tokens)
     for name, value in settings.items():
@@ -268,12 +225,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has a reference (*name), which layouts do without")
+            raise yaml.YAMLError("it has a reference (*name), which layouts may not have")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         if not all(isinstance(key, yaml.ScalarNode) and key.tag == "tag:yaml.org,2002:str" for key, _ in node.value):
-            raise yaml.YAMLError("it has a key that is no text")
+            raise yaml.YAMLError("it has a key that is not a string")
         keys = sorted(key.value for key, _ in node.value)
         if twice := {one for one, other in pairwise(keys) if one == other}:
             raise yaml.YAMLError(f"{', '.join(sorted(twice))[:200]} is given twice")
@@ -281,23 +238,18 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_layout(text: str, name: str) -> Layout:
-    """Parse the YAML of a layout file; `name` is used in error messages.
-
-    Raises:
-        ConfigError: Lists every problem of size, YAML, keys, types, lines and switches.
-    """
+    """Parse the YAML of a layout file; `name` is used in error messages."""
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{name}: has {len(text)} characters, the limit is {MAX_CONFIG_BYTES}")
     try:
         data = yaml.load(text, Loader=_Loader)  # noqa: S506, stricter than SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{name}: is no YAML that a layout may be: {reason[:300]}") from error
+        raise ConfigError(f"{name}: is not valid YAML for a layout: {' '.join(str(error).split())[:300]}") from error
     return Layout.from_dict(data, subject=name)
 
 
 def render_layout(layout: Layout) -> str:
-    """Return a layout as YAML, which `parse_layout` reads back as the same layout."""
+    """Return a layout as YAML."""
     arch: dict[str, Any] = {}
     for name, value in layout.arch.items():
         side, _, base = name.rpartition(".")
@@ -309,11 +261,7 @@ def render_layout(layout: Layout) -> str:
 
 
 def read_layout(path: Path) -> Layout:
-    """Read a layout file.
-
-    Raises:
-        ConfigError: The file is not a regular UTF-8 file of at most 1 MiB, or its content is invalid.
-    """
+    """Read a layout file of at most 1 MiB."""
     try:
         if problem := plain_problem(path):
             raise ConfigError(f"{path}: {problem}; give the name of a built-in layout or a layout file")
@@ -329,7 +277,6 @@ def read_layout(path: Path) -> Layout:
 @cache
 def builtin_layouts() -> Mapping[str, Layout]:
     """Return the layouts that come with tfexport, by name."""
-    folder = resources.files("tfexport.importing.layout") / "layouts"
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    files = sorted((Path(__file__).parent / "layouts").glob("*.yaml"))
     layouts = [parse_layout(file.read_text(encoding="utf-8"), file.name) for file in files]
     return {layout.name: layout for layout in layouts}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -49,61 +48,18 @@ class Context(NamedTuple):
         return int(value)
 
 
-_Run = Callable[..., Tensor | Sequence[Tensor]]
-_Takes = Literal["", "number", "whole", "list", "list?", "number name"]
-
-
 class Operation(NamedTuple):
     """A fold: `run(tensor, context, *arguments)`, or `run(tensors, context)` to join."""
 
-    run: _Run
-    takes: _Takes
-    shape: str
+    run: Callable[..., Tensor | Sequence[Tensor]]
+    takes: Literal["", "number", "whole", "list", "list?", "number name"] = ""
+    shape: Literal["", "splits", "joins"] = ""
 
 
-OPERATIONS: dict[str, Operation] = {}
-
-
-def _operation(name: str, takes: _Takes = "", shape: Literal["", "splits", "joins"] = "") -> Callable[[_Run], _Run]:
-    def declare(run: _Run) -> _Run:
-        OPERATIONS[name] = Operation(run, takes, shape)
-        return run
-
-    return declare
-
-
-@_operation("squeeze")
-def _squeeze(x: Tensor, _: Context) -> Tensor:
-    return x.squeeze()
-
-
-@_operation("transpose")
-def _transpose(x: Tensor, _: Context) -> Tensor:
-    # A vector stays unchanged, so that a bias can use the same line.
-    return x.transpose(-1, -2) if x.dim() > 1 else x
-
-
-@_operation("flatten")
-def _flatten(x: Tensor, _: Context) -> Tensor:
-    return x.flatten(0, 1) if x.dim() > 1 else x
-
-
-@_operation("expand")
 def _expand(x: Tensor, context: Context) -> Tensor:
     return x.reshape(-1).expand(int(context.names["d_model"])) if x.numel() == 1 else x
 
 
-@_operation("add", "number")
-def _add(x: Tensor, _: Context, number: float) -> Tensor:
-    return _computed(x, lambda wide: wide + number)
-
-
-@_operation("mul", "number")
-def _mul(x: Tensor, _: Context, number: float) -> Tensor:
-    return _computed(x, lambda wide: wide * number)
-
-
-@_operation("add_scaled", "number name")
 def _add_scaled(x: Tensor, context: Context, number: float, name: str) -> Tensor:
     neighbor = f"{context.target.rpartition('.')[0]}.{name}"
     if neighbor not in context.made:
@@ -112,7 +68,6 @@ def _add_scaled(x: Tensor, context: Context, number: float, name: str) -> Tensor
     return _computed(x, lambda wide: wide + number * other.double())
 
 
-@_operation("block_diag")
 def _block_diag(x: Tensor, context: Context) -> Tensor:
     # Each head gets a copy of the projection that all heads share.
     heads = context.heads
@@ -125,7 +80,6 @@ def _block_diag(x: Tensor, context: Context) -> Tensor:
     return whole
 
 
-@_operation("heads_last")
 def _heads_last(x: Tensor, context: Context) -> Tensor:
     # The rows are ordered (d_k, heads) and become (heads, d_k).
     if x.shape[0] % context.heads:
@@ -133,45 +87,36 @@ def _heads_last(x: Tensor, context: Context) -> Tensor:
     return x.reshape(-1, context.heads, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
-@_operation("slice", "whole")
+def _check_rows(x: Tensor, rows: Sequence[int]) -> None:
+    if beyond := [row for row in rows if row >= x.shape[0]]:
+        raise CheckpointError(f"has {x.shape[0]} rows, there is no row {beyond[0]}")
+
+
 def _slice(x: Tensor, _: Context, first: int) -> Tensor:
-    if first >= x.shape[0]:
-        raise CheckpointError(f"has {x.shape[0]} rows, nothing is left from row {first}")
+    _check_rows(x, [first])
     return x[first:]
 
 
-@_operation("rows", "list")
-def _rows(x: Tensor, _: Context, *wanted: int) -> Tensor:
-    if beyond := [row for row in wanted if row >= x.shape[0]]:
-        raise CheckpointError(f"has {x.shape[0]} rows, there is no row {beyond[0]}")
-    return x[list(wanted)]
+def _rows(x: Tensor, _: Context, *rows: int) -> Tensor:
+    _check_rows(x, rows)
+    return x[list(rows)]
 
 
-@_operation("zero_row", "whole")
 def _zero_row(x: Tensor, _: Context, row: int) -> Tensor:
-    if row >= x.shape[0]:
-        raise CheckpointError(f"has {x.shape[0]} rows, there is no row {row}")
+    _check_rows(x, [row])
     x = x.clone()
     x[row] = 0
     return x
 
 
-@_operation("append_zero_row")
-def _append_zero_row(x: Tensor, _: Context) -> Tensor:
-    return _joined((x, torch.zeros_like(x[:1])), 0)
-
-
-@_operation("split_rows", "list?", "splits")
 def _split_rows(x: Tensor, context: Context, *given: int) -> Sequence[Tensor]:
     sizes = list(given) or [x.shape[0] // context.parts] * context.parts
     if sum(sizes) != x.shape[0] or len(sizes) != context.parts:
-        raise CheckpointError(
-            f"has {x.shape[0]} rows, expected {' + '.join(map(str, sizes))} for {context.parts} parts"
-        )
+        expected = f"{' + '.join(map(str, sizes))} for {context.parts} parts"
+        raise CheckpointError(f"has {x.shape[0]} rows, expected {expected}")
     return torch.split(x, sizes)
 
 
-@_operation("split_heads", shape="splits")
 def _split_heads(x: Tensor, context: Context) -> Sequence[Tensor]:
     # The rows are ordered (heads, parts, d_k).
     heads, parts = context.heads, context.parts
@@ -180,17 +125,13 @@ def _split_heads(x: Tensor, context: Context) -> Sequence[Tensor]:
     return [part.flatten(0, 1) for part in x.reshape(heads, parts, -1, *x.shape[1:]).unbind(1)]
 
 
-def _join(tensors: Sequence[Tensor], _: Context, *, axis: int) -> Tensor:
+def _join(tensors: Sequence[Tensor], axis: int) -> Tensor:
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         raise CheckpointError(f"has heads of shapes {', '.join(str(list(s)) for s in sorted(shapes))}, expected one")
     if tensors[0].dim() <= axis:
         raise CheckpointError(f"has {tensors[0].dim()} axes, expected {axis + 1} to join columns")
     return _joined(tensors, axis)
-
-
-_operation("join_rows", shape="joins")(partial(_join, axis=0))
-_operation("join_columns", shape="joins")(partial(_join, axis=1))
 
 
 def _computed(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
@@ -211,6 +152,28 @@ def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
         whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
         start += tensor.shape[axis]
     return whole
+
+
+# "transpose" and "flatten" leave a vector unchanged, so that a bias can use the same line.
+OPERATIONS = {
+    "squeeze": Operation(lambda x, _: x.squeeze()),
+    "transpose": Operation(lambda x, _: x.transpose(-1, -2) if x.dim() > 1 else x),
+    "flatten": Operation(lambda x, _: x.flatten(0, 1) if x.dim() > 1 else x),
+    "expand": Operation(_expand),
+    "add": Operation(lambda x, _, number: _computed(x, lambda wide: wide + number), "number"),
+    "mul": Operation(lambda x, _, number: _computed(x, lambda wide: wide * number), "number"),
+    "add_scaled": Operation(_add_scaled, "number name"),
+    "block_diag": Operation(_block_diag),
+    "heads_last": Operation(_heads_last),
+    "slice": Operation(_slice, "whole"),
+    "rows": Operation(_rows, "list"),
+    "zero_row": Operation(_zero_row, "whole"),
+    "append_zero_row": Operation(lambda x, _: _joined((x, torch.zeros_like(x[:1])), 0)),
+    "split_rows": Operation(_split_rows, "list?", "splits"),
+    "split_heads": Operation(_split_heads, shape="splits"),
+    "join_rows": Operation(lambda tensors, _: _join(tensors, 0), shape="joins"),
+    "join_columns": Operation(lambda tensors, _: _join(tensors, 1), shape="joins"),
+}
 
 
 def parse_step(text: str) -> Step:
@@ -237,12 +200,7 @@ def parse_step(text: str) -> Step:
 
 
 def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
-    """Apply folds in order; folds after a split apply to each part.
-
-    Raises:
-        CheckpointError: A tensor does not have the shape that a fold needs.
-        ConfigError: An expression has no value.
-    """
+    """Apply folds in order; folds after a split apply to each part."""
     found = list(tensors)
     for name, texts in steps:
         operation, arguments = OPERATIONS[name], list[object]()
@@ -258,15 +216,8 @@ def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> l
 def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
     """Compute a sinusoidal position table, float32 [length, d_model].
 
-    Args:
-        kind: "interleaved" has sines in even and cosines in odd columns, with wavelengths from a power.
-            "interleaved_exp" is the same with an exponential. "halves_t2t" has all sines, then all cosines, as in
-            Tensor2Tensor. "halves_paper" has the same halves with the wavelengths of "Attention is all you need",
-            section 3.5. "columns" is "interleaved" with twice the exponent, computed from the column instead of its
-            pair. The last two are computed in float64.
-            If d_model is odd, there is one more sine than cosines, and "halves_t2t" ends with a column of 0.
-        length: number of rows, from position 0.
-        d_model: number of columns.
+    docs/reference/layouts.md lists the kinds. If d_model is odd, there is one more sine than cosines, and "halves_t2t"
+    ends with a column of 0.
     """
     wide = torch.float64 if kind in ("halves_paper", "columns") else torch.float32
     position, column = torch.arange(length, dtype=wide)[:, None], torch.arange(0, d_model, 2, dtype=wide)
@@ -275,13 +226,12 @@ def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
         every = torch.arange(d_model, dtype=wide)
         waves = position / 10000 ** (2 * every / d_model)
         return torch.where(every % 2 == 0, waves.sin(), waves.cos()).float()
-    match kind:
-        case "interleaved_exp":
-            angle = position * torch.exp(column * -(math.log(10000.0) / d_model))
-        case "halves_t2t":
-            angle = position * torch.exp(torch.arange(half, dtype=wide) * -(math.log(10000) / max(half - 1, 1)))
-        case _:
-            angle = position / 10000 ** (column / d_model)
+    if kind == "interleaved_exp":
+        angle = position * torch.exp(column * -(math.log(10000.0) / d_model))
+    elif kind == "halves_t2t":
+        angle = position * torch.exp(torch.arange(half, dtype=wide) * -(math.log(10000) / max(half - 1, 1)))
+    else:
+        angle = position / 10000 ** (column / d_model)
     table, sines = torch.zeros(length, d_model, dtype=wide), angle.shape[1]
     first, second = slice(0, sines), slice(sines, sines + half)
     if kind.startswith("interleaved"):

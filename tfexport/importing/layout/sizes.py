@@ -30,23 +30,19 @@ _BIASES = {
 _LAYER = re.compile(r"(enc|dec)\.layers\.(\d+)\.")
 
 
-def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
-    """Return the number of heads, or extend `problems` and return 1."""
+def _heads(value: Value, query_rows: int, problems: list[str]) -> int:
+    if isinstance(value, int) and value > 0 and query_rows % value == 0:
+        return int(value)
     fitting = ", ".join(str(n) for n in range(1, min(query_rows, 128) + 1) if query_rows % n == 0)
-    if value is None:
-        problems.append(f"the number of heads is not given and no shape tells it; give --heads, one of {fitting}")
-        return 1
-    heads = int(value) if isinstance(value, int) else 0
-    if heads < 1 or query_rows % heads:
-        problems.append(
-            f"num_heads is {value}, which does not divide {query_rows} rows of queries; expected one of {fitting}"
-        )
-        return 1
-    return heads
+    problems.append(
+        f"the number of heads is missing, and shapes do not show it; give --heads, one of {fitting}"
+        if value is None
+        else f"num_heads is {value}, which does not divide {query_rows} rows of queries; expected one of {fitting}"
+    )
+    return 1
 
 
-def bias_table(shapes: Mapping[str, Shape], side: str) -> Shape | None:
-    """Return the shape of a side's relative bias, [buckets, heads], or None."""
+def _bias_table(shapes: Mapping[str, Shape], side: str) -> Shape | None:
     return shapes.get(f"{side}.rel_bias.weight", shapes.get(f"{side}.layers.0.rel_bias.weight"))
 
 
@@ -57,12 +53,14 @@ def read_tokens(layout: Layout) -> dict[str, int]:
 
 
 def read_config(
-    layout: Layout, shapes: Mapping[str, Shape], sizes: Mapping[str, Mapping[str, float]], problems: list[str]
+    layout: Layout, shapes: Mapping[str, Shape], sizes: Mapping[str, dict[str, float]], problems: list[str]
 ) -> TransformerConfig | None:
-    """Build the configuration, or extend `problems` and return None.
-
-    `shapes` are those of the canonical tensors. `sizes` has d_model, num_heads and d_k of "enc" and "dec".
-    """
+    """Build the configuration, or extend `problems`; set the heads in `sizes`."""
+    for side in SIDES:
+        if query := shapes.get(f"{side}.layers.0.self.q.weight"):
+            bias_heads = (_bias_table(shapes, side) or (None,))[-1]
+            heads = _heads(layout.switch("num_heads", side) or bias_heads, query[0], problems)
+            sizes[side] |= {"num_heads": heads, "d_k": query[0] // heads}
     has_decoder = any(name.startswith("dec.") for name in shapes)
     before = len(problems)
     values: dict[str, Any] = {
@@ -80,9 +78,9 @@ def read_config(
         values["max_target_length"] = _length(layout, "dec", shapes, problems)
         values["decoder"] = _stack(layout, "dec", shapes, sizes["dec"], problems)
         if values["target_vocab"] is None:
-            problems.append("dec.embed.weight is missing; no line gives it")
+            problems.append("dec.embed.weight is missing; map a key to it, or derive it")
     values |= _switches(layout, sizes["dec" if has_decoder else "enc"], problems)
-    if (table := bias_table(shapes, "enc")) is not None:
+    if (table := _bias_table(shapes, "enc")) is not None:
         values["relative_buckets"] = table[0]
     if len(problems) > before:
         return None
@@ -100,7 +98,7 @@ def _switches(layout: Layout, sizes: Mapping[str, float], problems: list[str]) -
             continue
         value = layout.switch(name)
         if value is None:
-            problems.append(f"switch {name} is not given and no shape tells it; give --set {name}=…")
+            problems.append(f"switch {name} is missing, and shapes do not show it; give --set {name}=…")
         elif switch.values in (int, float):
             found[name] = switch.values(_number(name, value, sizes, problems))
         else:
@@ -129,17 +127,15 @@ def _stack(
     missing = [name for name in needed if len(shapes.get(name, ())) != 2]
     place = layout.switch("norm_place", side)
     if place is None:
-        problems.append(f"switch norm_place of {side} is not given and no shape tells it; give --set norm_place=…")
-    if missing:
-        problems += [f"{name} is missing or no matrix; no line gives it" for name in missing]
-        return None
-    if place is None:
+        problems.append(f"switch norm_place of {side} is missing, and shapes do not show it; give --set norm_place=…")
+    problems += [f"{name} is missing or not a matrix; map a key to it" for name in missing]
+    if missing or place is None:
         return None
     heads, d_model = int(sizes["num_heads"]), int(sizes["d_model"])
     query, key, value = (shapes[f"{first}.self.{part}.weight"][0] for part in "qkv")
     d_k = query // heads
     if key % d_k or heads % (kv_heads := key // d_k):
-        problems.append(f"{side}: {key} rows of keys are no heads as wide as the {heads} of {query} rows of queries")
+        problems.append(f"{side}: {key} rows of keys and {heads} heads of {query} rows of queries differ in width")
         return None
     d_v = value // kv_heads
     is_plain = d_k == d_v == d_model / heads
@@ -166,7 +162,7 @@ def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: li
     if isinstance(limit, int) and limit > 0:
         return limit
     if layout.switch("positions") != "table":
-        problems.append(f"{side} has no position table and so no longest text; give --set max_length=N")
+        problems.append(f"{side} has no position table that limits its length; give --set max_length=N")
     return 1
 
 
@@ -175,8 +171,8 @@ def _token_ids(layout: Layout, has_decoder: bool, problems: list[str]) -> TokenI
     # An encoder-only model needs just a padding id, because nothing is decoded.
     needed = ("pad", "start", "eos") if has_decoder else ("pad",)
     if missing := [name for name in needed if name not in ids]:
-        told = " ".join(f"--set tokens.{name}=ID" for name in missing)
-        problems.append(f"tokens {', '.join(missing)} are not given and no shape tells them; give {told}")
+        settings = " ".join(f"--set tokens.{name}=ID" for name in missing)
+        problems.append(f"tokens {', '.join(missing)} are missing; give {settings}")
         return None
     return TokenIds(**{"start": ids["pad"], "eos": ids["pad"], **ids})
 
@@ -191,23 +187,18 @@ def expected_shapes(config: TransformerConfig) -> Mapping[str, Shape]:
 
 def check_shapes(config: TransformerConfig, shapes: Mapping[str, Shape], problems: list[str]) -> dict[str, Shape]:
     """Compare shapes with `config`; return the missing biases, to fill with 0."""
-    expected = expected_shapes(config)
-    absent = {name: shape for name, shape in expected.items() if name not in shapes}
-    problems += [f"missing {name} {list(shape)}" for name, shape in absent.items() if not name.endswith(".bias")]
-    problems += [
-        f"unexpected {name} {list(shape)}, which the switches leave no place for"
-        for name, shape in shapes.items()
-        if name not in expected
-    ]
-    problems += [
-        f"{name} is {list(shapes[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
-    return {name: shape for name, shape in absent.items() if name.endswith(".bias")}
+    expected, filled = expected_shapes(config), dict[str, Shape]()
+    for name, shape in expected.items():
+        if name not in shapes and name.endswith(".bias"):
+            filled[name] = shape
+        elif name not in shapes:
+            problems.append(f"missing {name} {list(shape)}")
+        elif shapes[name] != shape:
+            problems.append(f"{name} is {list(shapes[name])}, expected {list(shape)}")
+    more = ((name, shape) for name, shape in shapes.items() if name not in expected)
+    problems += [f"unexpected {name} {list(shape)}; the switches do not use it" for name, shape in more]
+    return filled
 
-
-# Other switches for the same tensors
 
 Switches = Mapping[str, Value]
 
@@ -226,31 +217,25 @@ def options(config: TransformerConfig) -> dict[str, tuple[Value, ...]]:
         if place == "sandwich":
             found[name] = ("sandwich", "pre")
     # RMSNorm has no bias; a norm without a bias can be of any kind.
-    centred = tuple(kind for kind in found["norm"] if kind != "rms")
-    found["norm"] = centred if config.norm_bias else ("rms", *centred)
+    centered = tuple(kind for kind in found["norm"] if kind != "rms")
+    found["norm"] = centered if config.norm_bias else ("rms", *centered)
     # norm_eps changes the outputs least, so it comes last.
     found["norm_eps"] = found.pop("norm_eps")
     return found
 
 
 def configured(config: TransformerConfig, switches: Switches) -> TransformerConfig:
-    """Return a configuration of the same sizes with other switches.
-
-    `switches` has the names of `options`, and "num_heads" for both sides.
-    """
+    """Return a configuration of the same sizes with other switches, or "num_heads"."""
     changes: dict[str, Any] = {}
     names = {"d_model": float(config.d_model), "d_k": float(config.d_k("encoder"))}
     stacks: dict[str, Any] = {"enc": config.encoder, "dec": config.decoder}
-    heads = switches.get("num_heads")
-    if isinstance(heads, int):
-        stacks = {side: stack and _with_heads(stack, heads, config.d_model) for side, stack in stacks.items()}
-        names["d_k"] = float(stacks["enc"].d_k)
     for name, value in switches.items():
         side, _, base = name.rpartition(".")
-        switch = SWITCHES.get(base)
-        if switch is None:
-            continue
-        if switch.per_side:
+        if base == "num_heads":  # precedes attention_scale, which may depend on it
+            assert isinstance(value, int)
+            stacks = {one: stack and _with_heads(stack, value, config.d_model) for one, stack in stacks.items()}
+            names["d_k"] = float(stacks["enc"].d_k)
+        elif (switch := SWITCHES[base]).per_side:
             for one in (side,) if side else tuple(stacks):
                 stacks[one] = stacks[one] and replace(stacks[one], **{base: value})
         elif isinstance(value, str) and switch.values in (int, float):

@@ -7,7 +7,6 @@ every tensor gets a little noise. If the error does not grow clearly, the certif
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,10 +29,8 @@ from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import SWITCHES, Value
 from tfexport.nn.transformer import Transformer
 
-# A change counts as detected if the error grows by this factor.
-GROWTH = 20
-# Rounding noise of float64; errors below it are random.
-_FLOOR = 5e-15
+GROWTH = 20  # a change counts as detected if the error grows by this factor
+_FLOOR = 5e-15  # rounding noise of float64
 _NOISE = 0.01
 
 
@@ -48,31 +45,18 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What an import can prove.
-
-    Attributes:
-        proven: whether the reference outputs were reproduced. Without reference outputs, the other fields are empty.
-        error: largest difference, relative to the largest absolute value.
-        tolerance: largest error that is accepted.
-        rows: number of rows in the reference batch.
-        switches: error with the next best value of each switch.
-        lines: smallest error that 1% of noise on one tensor of a layout line causes, by line.
-        texts: number of recorded texts that the tokenizer was compared with.
-        unverified: what could be wrong without being noticed.
-        checkpoint: size and checksum of each weight file.
-        reference: size and checksum of the reference file.
-    """
+    """Proof of an import; without reference outputs, most fields are empty."""
 
     layout: str
-    proven: bool
-    error: float | None = None
+    proven: bool  # the model reproduces the reference outputs
+    error: float | None = None  # largest difference, relative to the largest absolute value
     tolerance: float | None = None
-    rows: int = 0
-    switches: Mapping[str, Changed] = field(default_factory=dict)
-    lines: Mapping[str, float] = field(default_factory=dict)
-    texts: int = 0
-    unverified: tuple[str, ...] = ()
-    checkpoint: Mapping[str, FileSum] = field(default_factory=dict)
+    rows: int = 0  # of the reference batch
+    switches: Mapping[str, Changed] = field(default_factory=dict)  # error with the next best value
+    lines: Mapping[str, float] = field(default_factory=dict)  # smallest error that 1% of noise on one tensor causes
+    texts: int = 0  # number of recorded texts that the tokenizer was compared with
+    unverified: tuple[str, ...] = ()  # possible mistakes that the reference outputs cannot show
+    checkpoint: Mapping[str, FileSum] = field(default_factory=dict)  # by name of the weight file
     reference: FileSum | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,13 +82,6 @@ class Certificate:
         return _html.table(("part", "result", ""), rows, f"certificate of {self.layout}")
 
 
-def unproven(layout: str) -> Certificate:
-    """Return the certificate of an import without reference outputs."""
-    return Certificate(
-        layout=layout, proven=False, unverified=("everything: there were no reference outputs to compare with",)
-    )
-
-
 def certify(
     canonical: Canonical,
     reference: ReferenceOutputs,
@@ -115,11 +92,7 @@ def certify(
 ) -> Certificate:
     """Compare an import with reference outputs, then change every part in turn.
 
-    `canonical` is made from the recorded state dict. `baseline` is the error that the layout documents for its family.
-    `on_progress` receives the share of the changes that were tried, from 0 to 1.
-
-    Raises:
-        ParityError: The reference outputs do not fit the model.
+    `canonical` is made from the recorded state dict. `on_progress` receives the share of the changes, from 0 to 1.
     """
     check_fits(canonical.config, reference)
     comparator = Comparator(canonical, reference)
@@ -130,19 +103,19 @@ def certify(
     kinds: dict[str, list[Tensor]] = {}
     for name, parameter in comparator.model.named_parameters():
         kinds.setdefault(_kind(name), []).append(parameter)
-    done, every = itertools.count(1), len(changes) + len(kinds)
+    num_changes = len(changes) + len(kinds)
     switches: dict[str, Changed] = {}
-    for name, value, nearest, run in changes:
+    for done, (name, value, nearest, run) in enumerate(changes, 1):
         found = run().worst
-        on_progress(next(done) / every)
+        on_progress(done / num_changes)
         if name not in switches or found < switches[name].error:
             switches[name] = Changed(value=value, nearest=nearest, error=found)
     tensors: dict[str, float] = {}
-    for kind, members in kinds.items():
+    for done, (kind, members) in enumerate(kinds.items(), len(changes) + 1):
         tensors[kind] = _disturbed(members, comparator, canonical.config)
-        on_progress(next(done) / every)
+        on_progress(done / num_changes)
     unverified = [
-        f"{name}: {_spelled(changed.value)} is not told from {_spelled(changed.nearest)}"
+        f"{name}: {_spelled(changed.value)} and {_spelled(changed.nearest)} give the same outputs"
         for name, changed in switches.items()
         if not changed.error >= blind
     ]
@@ -150,7 +123,6 @@ def certify(
     lines = {}
     for use in canonical.lines:
         errors = [tensors.get(_kind(name), 0.0) for name in use.targets]
-        # The smallest error that is detected; `unverified` lists the others.
         lines[use.line] = min((found for found in errors if found >= blind), default=max(errors, default=0.0))
     return Certificate(
         layout=layout,
@@ -169,7 +141,8 @@ def _switch_changes(
 ) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
     config, current = canonical.config, _values(canonical.config)
 
-    def compare(other: Canonical, *, mask_source: bool = True) -> Comparison:
+    def compare(*, mask_source: bool = True, **changes: Any) -> Comparison:
+        other = replace(canonical, **changes)
         return Comparator(other, reference, mask_source=mask_source).compare(other.config)
 
     for name, values in {**options(config), "num_heads": _heads(config)}.items():
@@ -180,41 +153,38 @@ def _switch_changes(
                 continue
             if _values(changed)[name] != current[name]:
                 yield name, current[name], value, partial(comparator.compare, changed)
-    yield "source mask", "kept", "dropped", partial(compare, canonical, mask_source=False)
+    yield "source mask", "kept", "dropped", partial(compare, mask_source=False)
     for name, value in config.switches().items():
         switch = SWITCHES[name.rpartition(".")[2]]
         if switch.search or not config.uses(name.rpartition(".")[2]):
             continue
         if switch.values in (int, float):
             assert isinstance(value, int | float)
-            yield (
-                name,
-                value,
-                2 * value,
-                partial(compare, replace(canonical, config=configured(config, {name: 2 * value}))),
-            )
+            yield name, value, 2 * value, partial(compare, config=configured(config, {name: 2 * value}))
         elif switch.default not in (None, value):
             without = configured(config, {name: switch.default})
             with on_meta():
                 names = set(Transformer(without).state_dict())
             if names <= canonical.tensors.keys():
-                smaller = replace(canonical, config=without, tensors={n: canonical.tensors[n] for n in names})
-                yield name, value, switch.default, partial(compare, smaller)
+                tensors = {name: canonical.tensors[name] for name in names}
+                yield name, value, switch.default, partial(compare, config=without, tensors=tensors)
     if config.feed_forward == "glu":
         other = {"fc1": "gate", "gate": "fc1"}
         swapped = {
             re.sub(r"\.ffn\.(fc1|gate)\.", lambda found: f".ffn.{other[found[1]]}.", name): tensor
             for name, tensor in canonical.tensors.items()
         }
-        yield "gate", "linear", "activated", partial(compare, replace(canonical, tensors=swapped))
+        yield "gate", "linear", "activated", partial(compare, tensors=swapped)
 
 
 def _values(config: TransformerConfig) -> dict[str, Value]:
     """Return the switches, with the numbers that replace None."""
-    scale = config.attention_scale or config.d_k("encoder") ** -0.5
-    turned = config.rotary_dim or config.d_k("encoder")
-    heads = config.encoder.num_heads
-    return {**config.switches(), "attention_scale": scale, "rotary_dim": turned, "num_heads": heads}
+    return {
+        **config.switches(),
+        "attention_scale": config.attention_scale or config.d_k("encoder") ** -0.5,
+        "rotary_dim": config.rotary_dim or config.d_k("encoder"),
+        "num_heads": config.encoder.num_heads,
+    }
 
 
 def _heads(config: TransformerConfig) -> tuple[int, ...]:
@@ -229,18 +199,18 @@ def _heads(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(n for n in range(1, min(common, 64) + 1) if common % n == 0 and n % math.lcm(*shared) == 0)
 
 
+@torch.no_grad()
 def _disturbed(members: Sequence[Tensor], comparator: Comparator, config: TransformerConfig) -> float:
     """Return the error that noise on these tensors causes, then restore them."""
-    kept = [member.detach().clone() for member in members]
+    originals = [member.detach().clone() for member in members]
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for member in members:
-            size = float(member.std(correction=0)) or 1.0
-            noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
-            member.add_(noise, alpha=_NOISE * size)
-        error = comparator.compare(config).worst
-        for member, before in zip(members, kept, strict=True):
-            member.copy_(before)
+    for member in members:
+        size = float(member.std(correction=0)) or 1.0
+        noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
+        member.add_(noise, alpha=_NOISE * size)
+    error = comparator.compare(config).worst
+    for member, original in zip(members, originals, strict=True):
+        member.copy_(original)
     return error
 
 

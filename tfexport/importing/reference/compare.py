@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,30 +13,24 @@ from torch import Tensor
 from tfexport.errors import ParityError
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.reference.outputs import ReferenceOutputs
-from tfexport.nn.config import Side, TransformerConfig
+from tfexport.nn.config import Side, StackConfig, TransformerConfig
 from tfexport.nn.layers import LayerNorm
 from tfexport.nn.meta import on_meta
-from tfexport.nn.transformer import Block, Stack, Transformer
+from tfexport.nn.transformer import Stack, Transformer
 
 # Relative to the largest log-probability. Rounding of float64 causes about 2e-15.
 TOLERANCE = 1e-9
 # An import may have this multiple of the original's own error, if that computes parts in float32.
 BASELINES = 20
-# Models with fewer parameters than this run on one thread.
-_LARGE = 5_000_000
+_LARGE = 5_000_000  # parameters of a model that runs on several threads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Difference between a canonical model and reference outputs.
+    """Largest differences from reference outputs, relative to the largest value."""
 
-    `error` is the largest difference of log-probabilities, or of states for an encoder-only model, at `row` and
-    `position`. It is relative to the largest absolute value. `encoder_error` is that of recorded encoder states. NaN
-    counts as infinity.
-    """
-
-    error: float
-    encoder_error: float | None
+    error: float  # of log-probabilities, or of states for an encoder-only model; infinity for NaN
+    encoder_error: float | None  # of recorded encoder states
     row: int
     position: int
 
@@ -69,15 +62,16 @@ def compare(canonical: Canonical, reference: ReferenceOutputs) -> Comparison:
 
 
 def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
-    """Check that a model accepts the recorded ids and has outputs of that shape.
-
-    Raises:
-        ParityError: Lists every id, length, output width and decoder that does not fit.
-    """
-    problems = _id_problems("source", reference.source_ids, config.source_vocab, config.max_source_length)
-    if reference.target_ids is not None:
-        sizes = config.target_vocab or 0, config.max_target_length or 0
-        problems += _id_problems("target", reference.target_ids, *sizes)
+    """Raise a ParityError if the recorded ids or outputs do not fit a model."""
+    problems = []
+    for side, ids, vocab, length in (
+        ("source", reference.source_ids, config.source_vocab, config.max_source_length),
+        ("target", reference.target_ids, config.target_vocab or 0, config.max_target_length or 0),
+    ):
+        if ids is not None and int(ids.max()) >= vocab:
+            problems.append(f"{side} id {int(ids.max())} is not below the vocabulary {vocab}")
+        if ids is not None and ids.shape[1] > length:
+            problems.append(f"{ids.shape[1]} {side} positions, the model accepts {length}")
     if (reference.target_ids is None) != (config.decoder is None):
         has, expects = ("a decoder", "none") if config.decoder else ("no decoder", "one")
         problems = [f"the model has {has}, the reference outputs expect {expects}"]
@@ -86,40 +80,27 @@ def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
         (reference.hidden_states, "hidden_states", config.d_model),
     ):
         if result is not None and result.shape[2] != width:
-            problems.append(f"{name} have width {result.shape[2]}, the model gives {width}")
+            problems.append(f"{name} have width {result.shape[2]}, those of the model have {width}")
     if problems:
         raise ParityError(f"reference outputs: {'; '.join(problems)}; were they recorded from this model?")
 
 
-def _id_problems(side: str, ids: Tensor, vocab: int, length: int) -> list[str]:
-    problems = []
-    if int(ids.max()) >= vocab:
-        problems.append(f"{side} id {int(ids.max())} is not below the vocabulary {vocab}")
-    if ids.shape[1] > length:
-        problems.append(f"{ids.shape[1]} {side} positions, the model takes {length}")
-    return problems
-
-
 class Comparator:
-    """Compare one set of tensors with one batch, under any switches.
+    """Compare one float64 model with one batch, under any switches.
 
-    Building a model takes much longer than running a small one, so the float64 model is built once and its switches are
-    set. If `mask_source` is False, attention includes padding.
+    Another comparator can share the model, which takes much longer to build than to run.
     """
 
-    def __init__(self, canonical: Canonical, reference: ReferenceOutputs, *, mask_source: bool = True) -> None:
-        self.mask_source = mask_source
-        self.model = build(canonical.config, canonical.tensors)
-        self._take(reference)
-
-    def on(self, reference: ReferenceOutputs) -> Comparator:
-        """Return a comparator on another batch that shares the tensors."""
-        other = copy.copy(self)
-        other._take(reference)
-        return other
-
-    def _take(self, reference: ReferenceOutputs) -> None:
-        self.reference = reference
+    def __init__(
+        self,
+        canonical: Canonical,
+        reference: ReferenceOutputs,
+        *,
+        mask_source: bool = True,
+        model: Transformer | None = None,
+    ) -> None:
+        self.model, self.config = model or _build(canonical), canonical.config
+        self.reference, self.mask_source = reference, mask_source
         keep = reference.source_mask if reference.target_mask is None else reference.target_mask
         expected = reference.hidden_states if reference.logits is None else reference.logits.log_softmax(-1)
         assert expected is not None
@@ -129,10 +110,9 @@ class Comparator:
     @torch.inference_mode()
     def compare(self, config: TransformerConfig) -> Comparison:
         """Compare under the switches of `config`, whose sizes are those of the tensors."""
-        set_switches(self.model, config)
-        reference = self.reference
+        _set_switches(self.model, config)
+        reference, encoder_error = self.reference, None
         mask = reference.source_mask if self.mask_source else torch.ones_like(reference.source_mask)
-        encoder_error = None
         if reference.target_ids is None:
             found = self.model.hidden_states(reference.source_ids, mask)
         else:
@@ -154,47 +134,39 @@ def _errors(found: Tensor, expected: Tensor, keep: Tensor) -> Tensor:
     return difference.where(keep, 0.0)
 
 
-def build(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> Transformer:
-    """Build a float64 model in eval mode from canonical tensors."""
+def _build(canonical: Canonical) -> Transformer:
     with on_meta():
-        model = Transformer(config)
-    model.load_state_dict({name: tensor.double() for name, tensor in tensors.items()}, assign=True)
+        model = Transformer(canonical.config)
+    model.load_state_dict({name: tensor.double() for name, tensor in canonical.tensors.items()}, assign=True)
     return model.eval()
 
 
-def set_switches(model: Transformer, config: TransformerConfig) -> None:
-    """Set the switches and heads of a built model, in place."""
+def _set_switches(model: Transformer, config: TransformerConfig) -> None:
     model.config = config
-    sides: list[tuple[Side, Stack | None]] = [("encoder", model.enc), ("decoder", model.dec)]
-    for side, stack in sides:
-        if stack is not None:
-            stack.embedding_scale = config.embedding_scale
-            stack.set_positions(config, side)
-            for block in stack.blocks:
-                _set_block_switches(block, config, side)
+    sides: list[tuple[Side, Stack | None, StackConfig | None]] = [
+        ("encoder", model.enc, config.encoder),
+        ("decoder", model.dec, config.decoder),
+    ]
+    for side, stack, sizes in sides:
+        if stack is None or sizes is None:
+            continue
+        stack.embedding_scale = config.embedding_scale
+        stack.set_positions(config, side)
+        for block in stack.blocks:
+            block.norm_place, block.residual_scale = sizes.norm_place, sizes.residual_scale
+            block.ffn.kind = config.activation
+            for attention in (block.self, block.cross) if side == "decoder" else (block.self,):
+                attention.num_heads, attention.num_kv_heads = sizes.num_heads, config.num_kv_heads(side)
+                attention.softcap, attention.qk_norm = config.attention_softcap, config.qk_norm
+                attention.scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale
     for module in model.modules():
         if isinstance(module, LayerNorm):
             module.kind, module.eps = config.norm, config.norm_eps
 
 
-def _set_block_switches(block: Block, config: TransformerConfig, side: Side) -> None:
-    sizes = config.encoder if side == "encoder" else config.decoder
-    assert sizes is not None
-    block.norm_place = sizes.norm_place
-    block.residual_scale = sizes.residual_scale
-    block.ffn.kind = config.activation
-    for attention in (block.self, block.cross) if side == "decoder" else (block.self,):
-        attention.num_heads, attention.num_kv_heads = sizes.num_heads, config.num_kv_heads(side)
-        attention.softcap, attention.qk_norm = config.attention_softcap, config.qk_norm
-        attention.scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale
-
-
 @contextmanager
 def fitting_threads(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run small models on one thread; large models keep the threads of PyTorch.
-
-    On a busy machine, threads that share a small operation mostly wait for each other.
-    """
+    """Run small models on one thread, because threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if sum(tensor.numel() for tensor in tensors) < _LARGE else threads)
     try:

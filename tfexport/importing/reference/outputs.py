@@ -1,8 +1,8 @@
 """Record and read reference outputs of the original model.
 
-The original runs in float64 on a batch that reveals mistakes of an import. A safetensors file stores the tensors of
-`ReferenceOutputs` by name; those of mappings have the prefixes `state.`, `attribute.` and `real.`. Its metadata has the
-recorded texts (`text`) and checksums of weights (`weights`) as JSON, and the checksum of the contents (`sha256`).
+A safetensors file stores the tensors of `ReferenceOutputs` by name; those of mappings have the prefixes `state.`,
+`attribute.` and `real.`. Its metadata has the recorded texts (`text`) and checksums of weights (`weights`) as JSON, and
+the checksum of the contents (`sha256`).
 """
 
 from __future__ import annotations
@@ -26,54 +26,40 @@ from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing._files import FileSum, snapshot, tensor_problems
 from tfexport.importing.reference.texts import RecordedTexts, record_texts
-from tfexport.importing.reference.weights import randomise, tensor_sums
+from tfexport.importing.reference.weights import randomize, tensor_sums
 from tfexport.text.config import TextConfig
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
 _INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
 # Former names, which are still accepted.
 _FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}
-# Limit of inputs and outputs, without the state dict.
-_MAX_BYTES = 1024**3
-# Largest difference that float32 inside the original may cause between runs that should be equal.
-_CAUSAL = 1e-4
+_MAX_BYTES = 1024**3  # of inputs and outputs, without the state dict
+_CAUSAL = 1e-4  # largest difference that float32 may cause between runs that should be equal
 _NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOutputs:
-    """Inputs and float64 outputs of an original model.
+    """Inputs and float64 outputs of a model; encoder-only models have no targets.
 
-    Attributes:
-        source_ids: int64 [batch, source_len], padded on the right.
-        source_mask: bool [batch, source_len], True = token.
-        target_ids: int64 [batch, target_len], padded on the right; None for an encoder-only model.
-        target_mask: bool [batch, target_len], True = token; None for an encoder-only model.
-        logits: float64 [batch, target_len, vocab]; or log-probabilities.
-        hidden_states: float64 [batch, source_len, d_model], states of the encoder.
-        baseline: relative error of the original's own outputs, if it computes parts in float32.
-        state: state dict that computed the outputs.
-        attributes: tensors that the original keeps outside of the state dict, by name.
-        real: the same outputs with the weights of the checkpoint.
-        weights: `tensor_sum` of the model's own tensors, by name; empty for files of older versions.
-        file: size and checksum of the file that was read.
+    Inputs are padded on the right. In masks, True is a token.
     """
 
-    source_ids: Tensor
-    source_mask: Tensor
-    target_ids: Tensor | None = None
-    target_mask: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: Tensor | None = None
+    source_ids: Tensor  # int64 [batch, source_len]
+    source_mask: Tensor  # bool [batch, source_len]
+    target_ids: Tensor | None = None  # int64 [batch, target_len]
+    target_mask: Tensor | None = None  # bool [batch, target_len]
+    logits: Tensor | None = None  # or log-probabilities, float64 [batch, target_len, vocab]
+    hidden_states: Tensor | None = None  # of the encoder, float64 [batch, source_len, d_model]
     heads: int | None = None
     pad_source: int | None = None
     pad_target: int | None = None
-    baseline: float = 0.0
-    state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    attributes: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    real: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    baseline: float = 0.0  # relative error of the outputs, if the original computes parts in float32
+    state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # that computed the outputs
+    attributes: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # outside of the state dict, by name
+    real: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # outputs with the model's own weights
     text: TextConfig | None = None
-    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+    weights: Mapping[str, str] = field(default_factory=dict, repr=False)  # checksums of the model's own tensors
     file: FileSum | None = None
 
     def __post_init__(self) -> None:
@@ -88,15 +74,7 @@ class ReferenceOutputs:
 
 
 def read_reference(path: Path | str) -> ReferenceOutputs:
-    """Read a reference file that `record_reference` has written.
-
-    Tensors of the state dict keep the dtype of the file.
-
-    Raises:
-        CheckpointError: The file is not a regular file, or is damaged, modified or too large, or its tensors are
-            missing, unknown, unreadable, wrongly shaped, not finite or padded on the left. The message lists every
-            problem.
-    """
+    """Read a reference file that `record_reference` has written."""
     path = Path(path)
     try:
         if problem := plain_problem(path):
@@ -111,12 +89,10 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
     except CheckpointError:
         raise
     except Exception as error:  # also PyTorch errors about unsupported dtypes
-        raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
+        raise CheckpointError(f"{path}: is not a safetensors file or cut short ({error}); record it again") from error
     raise_all(CheckpointError, str(path), tensor_problems(stored, file_sum.bytes))
     if metadata.pop("sha256", None) not in (None, _contents_sum(stored, metadata)):
-        raise CheckpointError(
-            f"{path}: was changed since it was recorded (its sum differs); copy it or record it again"
-        )
+        raise CheckpointError(f"{path}: has changed since it was recorded; copy it or record it again")
     tensors = {_FORMER.get(name, name): tensor for name, tensor in stored.items()}
     state, attributes, real = (
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -124,17 +100,14 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
     )
     # The file format does not keep the order of the state dict.
     order = metadata.get("state_order", "").split("\n")
-    given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
-    given |= _numbers(path, metadata)
     try:
-        if "text" in metadata:
-            given["text"] = TextConfig.from_dict(_json(metadata, "text"), subject="text")
+        fields: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
         return ReferenceOutputs(
-            **given,
+            **fields,
+            **_read_metadata(metadata),
             state={name: state[name] for name in order} if set(order) == set(state) else state,
             attributes=attributes,
             real=real,
-            weights=_weights(metadata),
             file=file_sum,
         )
     except (CheckpointError, ConfigError) as error:
@@ -189,8 +162,8 @@ def record_reference(
         The recorded outputs, as `read_reference` reads them.
 
     Raises:
-        CheckpointError: The file exists or cannot be written, the model cannot be copied, a text cannot be recorded, or
-            outputs have a wrong shape, are not finite, differ between runs or depend on later tokens.
+        CheckpointError: The file exists or cannot be written, the model cannot be copied, or its outputs have a wrong
+            shape, are not finite, differ between runs or depend on later tokens.
     """
     path = Path(path)
     if os.path.lexists(path) and not force:
@@ -201,25 +174,23 @@ def record_reference(
     if target_vocab is not None:
         inputs["target_ids"], inputs["target_mask"] = _batch(target_vocab, target_len, pad_target, generator)
     original = _Original(forward, encode, inputs, target_vocab)
-    randomised = _copied(model)
-    randomise(randomised, generator)
+    randomized, own = _copied(model), _copied(model)
+    randomize(randomized, generator)
     state = {
-        name: value.detach().clone() for name, value in randomised.state_dict().items() if isinstance(value, Tensor)
+        name: value.detach().clone() for name, value in randomized.state_dict().items() if isinstance(value, Tensor)
     }
-    attributes = _attributes(randomised, state)
-    _to_float64(randomised)
-    results = original.run(randomised)
-    original.check(randomised, results)
-    original.settle_start(randomised, results, pad_target)
-    own = _copied(model)
+    attributes = _attributes(randomized, state)
+    _to_float64(randomized)
     _to_float64(own)
+    results = original.run(randomized)
+    original.check(randomized, results, pad_target)
     reference = ReferenceOutputs(
         **inputs,
         **results,
         heads=heads,
         pad_source=pad_source,
         pad_target=pad_target if target_vocab is not None else None,
-        baseline=original.baseline(randomised, results),
+        baseline=original.baseline(randomized, results),
         state=state,
         attributes=attributes,
         real=original.run(own),
@@ -232,22 +203,20 @@ def record_reference(
 
 
 def write_reference(reference: ReferenceOutputs, path: Path) -> None:
-    """Write reference outputs; the file is complete or does not exist.
-
-    Raises:
-        CheckpointError: The file cannot be written.
-        BundleError: Another process is writing the file.
-    """
+    """Write reference outputs; the file is complete or does not exist."""
     tensors = {name: getattr(reference, name) for name in (*_INPUTS, *_RESULTS)}
     for prefix, more in ((STATE, reference.state), (ATTRIBUTE, reference.attributes), (REAL, reference.real)):
         tensors |= {prefix + name: tensor for name, tensor in more.items()}
     # safetensors cannot store tensors that share memory.
     stored = {name: x.detach().contiguous().clone() for name, x in tensors.items() if x is not None}
     metadata = {name: str(value) for name in _NUMBERS if (value := getattr(reference, name)) is not None}
-    metadata |= {"state_order": "\n".join(reference.state)} if reference.state else {}
-    metadata |= {"text": json.dumps(reference.text.to_dict(), ensure_ascii=False)} if reference.text else {}
-    metadata |= {"weights": json.dumps(dict(reference.weights))} if reference.weights else {}
-    metadata |= {"compute_dtype": "float64"}
+    metadata["compute_dtype"] = "float64"
+    if reference.state:
+        metadata["state_order"] = "\n".join(reference.state)
+    if reference.text:
+        metadata["text"] = json.dumps(reference.text.to_dict(), ensure_ascii=False)
+    if reference.weights:
+        metadata["weights"] = json.dumps(dict(reference.weights))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as draft:
@@ -268,58 +237,49 @@ class _Original:
     inputs: Mapping[str, Tensor]
     target_vocab: int | None
 
+    @torch.no_grad()
     def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
         source = (self.inputs["source_ids"], self.inputs["source_mask"])
-        with torch.no_grad():
-            if self.target_vocab is None:
-                return {"hidden_states": _checked(self.forward(model, *source), source[0], None)}
-            target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
-            results = {"logits": _checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
-            if self.encode is not None:
-                results["hidden_states"] = _checked(self.encode(model, *source), source[0], None)
+        if self.target_vocab is None:
+            return {"hidden_states": _checked(self.forward(model, *source), source[0], None)}
+        target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
+        results = {"logits": _checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
+        if self.encode is not None:
+            results["hidden_states"] = _checked(self.encode(model, *source), source[0], None)
         return results
 
-    def check(self, model: nn.Module, results: Mapping[str, Tensor]) -> None:
+    def check(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
         again = self.run(model)
         if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
-            raise CheckpointError(
-                "reference: two runs differ; switch off what is random, such as dropout in functional form"
-            )
-        if self.target_vocab is None or self.inputs["target_ids"].shape[1] < 2:
-            return
-        later = self.run(model, self._changed(-1))["logits"][:1, :-1]
-        if float((later - results["logits"][:1, :-1]).abs().max()) > _CAUSAL:
-            raise CheckpointError(
-                "reference: the outputs of earlier positions change with the last target token; "
-                "give the decoder its causal mask in your forward"
-            )
-
-    def settle_start(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
-        # If the first id changes nothing, the decoder starts without a token.
+            raise CheckpointError("reference: two runs differ; disable dropout and everything else that is random")
         if self.target_vocab is None:
             return
+        last, first = (self._changed_logits(model, position) for position in (-1, 0))
+        if float((last - results["logits"])[:1, :-1].abs().max()) > _CAUSAL:
+            problem = "outputs of earlier positions change with the last target token"
+            raise CheckpointError(f"reference: {problem}; give the decoder its causal mask in your forward")
+        # If the first id changes nothing, the decoder starts without a token.
         keep = self.inputs["target_mask"]
-        if torch.equal(self.run(model, self._changed(0))["logits"][keep], results["logits"][keep]):
+        if torch.equal(first[keep], results["logits"][keep]):
             self.inputs["target_ids"][:, 0] = pad
 
-    def _changed(self, position: int) -> Tensor:
-        assert self.target_vocab is not None
+    def _changed_logits(self, model: nn.Module, position: int) -> Tensor:
         ids = self.inputs["target_ids"].clone()
-        ids[:, position] = (ids[:, position] + 1) % self.target_vocab
-        return ids
+        ids[:, position] = (ids[:, position] + 1) % (self.target_vocab or 1)
+        return self.run(model, ids)["logits"]
 
     def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
-        """Estimate the error that float32 inside the original leaves in its outputs.
+        """Estimate the error of parts of the original that compute in float32.
 
         The weights change by a billionth, and by twice as much. Float64 outputs deviate from a line by the square of
         that, but float32 rounding makes them jump by its own precision.
         """
         start = [parameter.detach().clone() for parameter in model.parameters()]
 
+        @torch.no_grad()
         def moved(moves: list[Tensor], steps: int) -> dict[str, Tensor]:
-            with torch.no_grad():
-                for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
-                    parameter.copy_(origin + steps * move)
+            for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
+                parameter.copy_(origin + steps * move)
             return self.run(model)
 
         worst = 0.0
@@ -331,9 +291,6 @@ class _Original:
                 keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
                 bend = (twice[name] - 2 * once[name] + result)[keep].abs().max()
                 worst = max(worst, float(bend / result[keep].abs().max()))
-        with torch.no_grad():
-            for parameter, origin in zip(model.parameters(), start, strict=True):
-                parameter.copy_(origin)
         return worst
 
 
@@ -341,23 +298,17 @@ def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
     shape = list(result.shape) if isinstance(result, Tensor) else []
     if not isinstance(result, Tensor) or shape[:-1] != list(ids.shape) or width not in (None, shape[-1]):
         got, expected = shape or type(result).__name__, [*ids.shape, "d_model" if width is None else width]
-        raise CheckpointError(
-            f"reference: the original returned {got}, expected {expected}; reshape it in your forward"
-        )
+        raise CheckpointError(f"reference: the model returned {got}, expected {expected}; reshape it in your forward")
     return result.detach().double().cpu().clone()
 
 
 def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw three rows: the longest, one of about half its length, and a single token.
-
-    Attention over a single token returns that token. The outputs of that row do not depend on heads, scales, queries
-    and keys, so a search decides everything else first.
-    """
+    """Draw three rows of ids and their mask."""
     if vocab < 3 or length < 2 or not 0 <= pad < vocab:
-        raise CheckpointError(
-            f"reference: vocabulary {vocab}, length {length} and padding {pad}; expected a vocabulary of 3 or more, "
-            "a length of 2 or more and an id of the vocabulary"
-        )
+        got = f"vocabulary {vocab}, length {length}, padding id {pad}"
+        raise CheckpointError(f"reference: {got}; expected at least 3, at least 2, and an id of the vocabulary")
+    # Attention over a single token returns that token, regardless of heads, scales, queries and keys. So a search can
+    # decide everything else on the last row first.
     lengths = torch.tensor([length, length // 2 + 1, 1])
     keep = torch.arange(length)[None] < lengths[:, None]
     ids = torch.randint(0, vocab - 1, (3, length), generator=generator)
@@ -369,21 +320,20 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model).cpu().eval()
     except (RuntimeError, TypeError) as error:
-        raise CheckpointError(
-            f"reference: the model cannot be copied ({error}); build a second one and load the state dict into it"
-        ) from error
+        remedy = "build a second one and load the state dict into it"
+        raise CheckpointError(f"reference: the model cannot be copied ({error}); {remedy}") from error
 
 
 def _attributes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = dict(model.named_buffers())
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                found[f"{prefix}.{name}".removeprefix(".")] = value
+    own = (
+        (f"{prefix}.{name}".removeprefix("."), value)
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+    )
     return {
         name: value.detach().cpu().clone()
-        for name, value in found.items()
-        if name not in state and value.is_floating_point() and value.dim() >= 2
+        for name, value in (*model.named_buffers(), *own)
+        if isinstance(value, Tensor) and name not in state and value.is_floating_point() and value.dim() >= 2
     }
 
 
@@ -395,28 +345,11 @@ def _to_float64(model: nn.Module) -> None:
                 setattr(module, name, value.double().cpu())
 
 
-def _weights(metadata: Mapping[str, str]) -> dict[str, str]:
-    found = _json(metadata, "weights") if "weights" in metadata else {}
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(f"weights is {shortened(found)}, expected sums by name; record it again")
-    return found
-
-
-def _json(metadata: Mapping[str, str], key: str) -> Any:
-    try:
-        return parse_json(metadata[key].encode())
-    except ValueError as error:
-        raise CheckpointError(f"{key} is not JSON ({error}); record it again") from error
-
-
 def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
     known = {*_INPUTS, *_RESULTS, *(REAL + name for name in _RESULTS), *_FORMER}
     inputs = [_FORMER.get(name, name) for name in names]
-    problems = [
-        f"unknown tensor {shortened(name)}"
-        for name in names
-        if name not in known and not name.startswith((STATE, ATTRIBUTE))
-    ]
+    others = [name for name in names if name not in known and not name.startswith((STATE, ATTRIBUTE))]
+    problems = [f"unknown tensor {shortened(name)}" for name in others]
     problems += [f"missing tensor {name}" for name in ("source_ids", "source_mask") if name not in inputs]
     problems += [f"tensor {name} is there twice, under a former name too" for name in _INPUTS if inputs.count(name) > 1]
     size = sum(8 * torch.Size(part.get_shape()).numel() for part in slices.values())
@@ -425,19 +358,20 @@ def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> Non
     raise_all(CheckpointError, str(path), problems)
 
 
-def _numbers(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    problems = []
-    for name, kind in _NUMBERS.items():
-        if name in metadata:
-            try:
-                found[name] = kind(metadata[name])
-            except ValueError:
-                problems.append(f"{name} is {shortened(metadata[name])}, expected a number")
+def _read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
+    found, problems = dict[str, Any](), list[str]()
+    for name in [name for name in (*_NUMBERS, "text", "weights") if name in metadata]:
+        try:
+            found[name] = _NUMBERS[name](metadata[name]) if name in _NUMBERS else parse_json(metadata[name].encode())
+        except ValueError as error:
+            problems.append(f"{name} is {shortened(metadata[name])} ({error})")
+    weights = found.get("weights", {})
+    if not isinstance(weights, dict) or not all(isinstance(value, str) for value in weights.values()):
+        problems.append(f"weights is {shortened(weights)}, expected checksums by name")
     if metadata.get("compute_dtype", "float64") != "float64":
         problems.append(f"compute_dtype is {shortened(metadata['compute_dtype'])}, expected float64")
-    raise_all(CheckpointError, str(path), problems)
-    return found
+    raise_all(CheckpointError, "metadata", problems, remedy="record it again")
+    return found | ({"text": TextConfig.from_dict(found["text"], subject="text")} if "text" in found else {})
 
 
 def _problems(reference: ReferenceOutputs) -> list[str]:
@@ -446,13 +380,13 @@ def _problems(reference: ReferenceOutputs) -> list[str]:
         *_side_problems("target", reference.target_ids, reference.target_mask, reference.pad_target),
     ]
     if (reference.target_ids is None) != (reference.logits is None):
-        problems.append("target_ids and logits need each other; record both, or neither for an encoder alone")
+        problems.append("one of target_ids and logits is missing; record both, or neither for an encoder-only model")
     if reference.logits is None and reference.hidden_states is None:
-        problems.append("there are neither logits nor hidden_states")
+        problems.append("logits and hidden_states are missing; record one of them")
     if reference.heads is not None and reference.heads < 1:
         problems.append(f"heads is {reference.heads}, expected 1 or more")
     if not 0 <= reference.baseline < 1e-3:  # NaN too
-        problems.append(f"baseline is {reference.baseline}, expected 0 to 1e-3; above it nothing could be told apart")
+        problems.append(f"baseline is {reference.baseline}, expected 0 to 1e-3, so that the outputs can prove a layout")
     if not problems:
         for results in ({name: getattr(reference, name) for name in _RESULTS}, reference.real):
             problems += _result_problems(reference, results)
@@ -461,7 +395,7 @@ def _problems(reference: ReferenceOutputs) -> list[str]:
 
 def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int | None) -> list[str]:
     if ids is None or keep is None:
-        return [] if ids is keep else [f"{side}_ids and {side}_mask need each other"]
+        return [] if ids is keep else [f"one of {side}_ids and {side}_mask is missing"]
     if ids.dtype != torch.int64 or keep.dtype != torch.bool or ids.dim() != 2 or ids.shape != keep.shape:
         got = f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}"
         return [f"{got}, expected int64 and bool of one shape [batch, {side}_len]"]
@@ -471,7 +405,7 @@ def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int 
     if pad is not None and pad < 0:
         problems.append(f"pad_{side} is {pad}, expected 0 or more")
     if not bool(keep[:, 0].all()) or bool((keep[:, 1:] & ~keep[:, :-1]).any()):
-        problems.append(f"{side}_mask is not tokens and then padding; pad on the right, at least one token a row")
+        problems.append(f"{side}_mask is not tokens and then padding; pad on the right, after at least one token")
     return problems
 
 
@@ -485,5 +419,5 @@ def _result_problems(reference: ReferenceOutputs, results: Mapping[str, Tensor |
             expected = f"torch.float64 [{keep.shape[0]}, {keep.shape[1]}, …]"
             problems.append(f"{name} is {result.dtype} {list(result.shape)}, expected {expected}")
         elif not bool(result[keep].isfinite().all()):
-            problems.append(f"{name} holds NaN or infinity where there is no padding; the original itself fails there")
+            problems.append(f"{name} holds NaN or infinity outside of padding; fix the original model or its masks")
     return problems

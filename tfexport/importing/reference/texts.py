@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.text.config import TextConfig, TextSample
 
-Ids = tuple[int, ...]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedTexts:
@@ -43,19 +41,11 @@ class RecordedTexts:
 def record_texts(
     model: nn.Module, forward: Callable[..., Tensor], texts: RecordedTexts, source_vocab: int, target_vocab: int | None
 ) -> TextConfig:
-    """Run every sample through the user's code and the model, with greedy decoding.
-
-    `model` has the checkpoint's own weights and is in eval mode.
-
-    Raises:
-        CheckpointError: Lists every missing option, and every text for which the user's code or the model fails.
-    """
+    """Run every sample through the user's code and the model, with greedy decoding."""
     problems = [] if texts.samples else ["there is no sample text; give a dozen"]
-    if target_vocab is not None:
-        needed = {"to_text": texts.to_text, "start": texts.start, "end": texts.end}
-        problems += [
-            f"{name} is missing; a model with a decoder needs it" for name, given in needed.items() if given is None
-        ]
+    needed = ("to_text", "start", "end") if target_vocab is not None else ()
+    missing = [name for name in needed if getattr(texts, name) is None]
+    problems += [f"{name} is missing; a model with a decoder needs it" for name in missing]
     raise_all(CheckpointError, "reference outputs: texts", problems)
     samples = []
     for number, text in enumerate(texts.samples, 1):
@@ -67,6 +57,7 @@ def record_texts(
     return TextConfig(target_prefix=_ids(texts.target_prefix), samples=tuple(samples))
 
 
+@torch.no_grad()
 def _record_text(
     model: nn.Module,
     forward: Callable[..., Tensor],
@@ -81,20 +72,17 @@ def _record_text(
     if target_vocab is None:
         return TextSample(text=text, source_ids=source)
     assert texts.to_text is not None
-    assert texts.start is not None
     target = _ids(texts.target_prefix)
     source_ids = torch.tensor([source])
-    with torch.no_grad():
-        for _ in range(texts.max_new_tokens):
-            target_ids = torch.tensor([[texts.start, *target]])
-            logits = forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), target_ids)
-            target = (*target, int(logits[0, -1].argmax()))
-            if target[-1] == texts.end:
-                break
+    for _ in range(texts.max_new_tokens):
+        target_ids = torch.tensor([[texts.start, *target]])
+        logits = forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), target_ids)
+        target = (*target, int(logits[0, -1].argmax()))
+        if target[-1] == texts.end:
+            break
     return TextSample(text=text, source_ids=source, target_ids=target, output=texts.to_text(list(target)))
 
 
-def _ids(given: Any) -> Ids:
+def _ids(ids: Any) -> tuple[int, ...]:
     # A list, or an array or tensor of one row.
-    flat = given.reshape(-1).tolist() if hasattr(given, "reshape") else given
-    return tuple(int(i) for i in flat)
+    return tuple(int(i) for i in (ids.reshape(-1).tolist() if hasattr(ids, "reshape") else ids))

@@ -1,4 +1,4 @@
-"""Randomize, identify and complete the weights of reference outputs."""
+"""Randomize, compare and complete the weights of reference outputs."""
 
 from __future__ import annotations
 
@@ -14,25 +14,18 @@ from tfexport.errors import CheckpointError
 
 # Rows of a sinusoidal table all have the same length, because sin² + cos² = 1; trained rows do not.
 _EQUAL_LENGTHS = 1e-4
-# Number of values by which a tensor is looked up.
-_FIRST = 8
 
 
-def randomise(module: nn.Module, generator: torch.Generator) -> None:
+def randomize(module: nn.Module, generator: torch.Generator) -> None:
     """Fill every parameter and every bias buffer with random values, in place.
 
-    Trained or new weights hide mistakes: biases of 0, gains of 1, two norms that are equal. Matrices get a standard
-    deviation of 1/√columns, which keeps scores and activations near 1. Vectors get a standard deviation of 0.2 around
-    0, or around 1 if they are gains. Position tables, masks and constants do not change. Shared parameters are drawn
-    once.
+    Trained or new weights hide mistakes: biases of 0, gains of 1, two norms that are equal. Position tables, masks and
+    constants do not change. Shared parameters are drawn once.
     """
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point() and not (not parameter.requires_grad and is_position_table(parameter)):
-                _fill(parameter, generator)
-        for name, buffer in module.named_buffers():
-            if buffer.is_floating_point() and _is_bias(name, buffer):
-                _fill(buffer, generator)
+    parameters = [p for p in module.parameters() if p.requires_grad or not is_position_table(p)]
+    biases = [buffer for name, buffer in module.named_buffers() if _is_bias(name, buffer)]
+    for tensor in (tensor for tensor in (*parameters, *biases) if tensor.is_floating_point()):
+        _fill(tensor, generator)
 
 
 def is_position_table(tensor: Tensor) -> bool:
@@ -53,25 +46,20 @@ def _is_bias(name: str, buffer: Tensor) -> bool:
     return name.endswith("bias") or bool((buffer == 0).all())
 
 
+@torch.no_grad()
 def _fill(tensor: Tensor, generator: torch.Generator) -> None:
     draws = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-    if max(tensor.shape, default=1) == tensor.numel():  # a vector or one number
+    if max(tensor.shape, default=1) == tensor.numel():  # a vector or one number; gains are around 1
         tensor.copy_(0.2 * draws + bool(tensor.double().mean() > 0.5))
-    else:
+    else:  # scores and activations stay near 1
         tensor.copy_(draws / math.sqrt(tensor.shape[-1] if tensor.shape[-1] > 1 else tensor.shape[-2]))
 
 
-# Checksums, which do not depend on the file format.
-
-
-def tensor_sum(tensor: Tensor) -> str:
-    """Return a SHA-256 (hex) of dtype, shape and values, equal in all file formats.
-
-    Floats of 16 bits count as the float32 that they become when a model loads them, and floats of 64 bits as float32 if
-    that holds them exactly.
-    """
+def _tensor_sum(tensor: Tensor) -> str:
+    """Return a SHA-256 (hex) of dtype, shape and values, equal in all file formats."""
     plain = tensor.detach().cpu().contiguous()
     if plain.is_floating_point():
+        # Values that float32 holds exactly have the same sum in every dtype.
         narrow = plain.float()
         plain = narrow if plain.dtype != torch.float64 or torch.equal(narrow.double(), plain) else plain
     digest = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}\n".encode())
@@ -82,7 +70,7 @@ def tensor_sum(tensor: Tensor) -> str:
 def tensor_sums(tensors: Mapping[str, object]) -> dict[str, str]:
     """Return the checksum of every dense tensor of a state dict, by name."""
     return {
-        name: tensor_sum(value)
+        name: _tensor_sum(value)
         for name, value in tensors.items()
         if isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_nested)
     }
@@ -96,14 +84,7 @@ def joint_sum(sums: Mapping[str, str], names: Collection[str]) -> str:
 def check_weights(
     recorded: Mapping[str, str], tensors: Mapping[str, Tensor], names: Collection[str], reference: str, checkpoint: str
 ) -> str:
-    """Compare the weights of a checkpoint with those of the reference outputs.
-
-    `recorded` is empty for files of older versions. `reference` and `checkpoint` are file names for messages.
-    Returns a note if no weights could be compared, otherwise an empty string.
-
-    Raises:
-        CheckpointError: The weights differ.
-    """
+    """Compare weights with recorded checksums; return a note if there are none."""
     both = [name for name in dict.fromkeys(names) if name in recorded]
     if not both:
         return f"{reference}: was written by an older version without checksums of the weights; they were not compared"
@@ -113,21 +94,16 @@ def check_weights(
         raise CheckpointError(
             f"{reference}: was recorded with other weights (sha256 {joint_sum(recorded, both)}) than {checkpoint} has "
             f"(sha256 {joint_sum(found, both)}): {len(others)} of {len(both)} tensors differ, {others[0][:120]} first; "
-            "record reference outputs with this checkpoint loaded, or give the layout.yaml of the proven import as "
-            "--layout, without --reference"
+            "record again with this checkpoint, or give the layout.yaml of the proven import as --layout"
         )
     return ""
 
 
-# Tensors that a weight file lacks: other names of tied tensors, and computed tables.
-
-
 def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
-    """Add the tensors of a recorded state dict that a weight file lacks.
+    """Add the tied tensors and position tables that a weight file lacks.
 
-    Recorded parameters are random, so equal ones are one tied tensor, which `save_pretrained` stores once. Missing
-    position tables are those of `state`. The keys get the prefix of the recorded names. `notes` receives what was
-    added.
+    Recorded parameters are random, so equal ones are one tied tensor, which `save_pretrained` stores once. The keys get
+    the prefix of the recorded names.
     """
     prefix = _prefix(tensors, state)
     found = {prefix + key: tensor for key, tensor in tensors.items()}
@@ -163,4 +139,4 @@ def _prefix(keys: Collection[str], names: Collection[str]) -> str:
 
 def _look(tensor: Tensor) -> Hashable:
     """Return a key that equal tensors share and other tensors rarely share."""
-    return tuple(tensor.shape), tensor.dtype, tuple(tensor.reshape(-1)[:_FIRST].tolist())
+    return tuple(tensor.shape), tensor.dtype, tuple(tensor.reshape(-1)[:8].tolist())
