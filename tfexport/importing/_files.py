@@ -71,11 +71,7 @@ class Checkpoint:
 def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
     """Read a state dict; later changes to the file do not change the tensors.
 
-    Args:
-        path: a safetensors file, a `torch.save` file, the index of a sharded checkpoint, a Hugging Face directory, or
-            an accelerate or Lightning folder with one checkpoint.
-        entry: the state dict to read if there are several: the name of its entry, with dots if nested, or a prefix of
-            keys.
+    `entry` is the name of an entry of the file, with dots if nested, or a prefix of keys.
     """
     path = Path(path)
     notes: list[str] = []
@@ -161,10 +157,7 @@ def _read_file(path: Path, entry: str | None, notes: list[str]) -> tuple[dict[st
 
 @contextmanager
 def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
-    """Copy a regular file into private memory; yield the copy's path and checksum.
-
-    The path is valid inside the block. Tensors mapped from the copy stay valid after it.
-    """
+    """Copy a file into private memory; yield the path, for this block, and checksum."""
     with (
         path.open("rb", buffering=0) as file,
         os.fdopen(os.memfd_create("checkpoint"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as copy,

@@ -69,8 +69,7 @@ def import_text(
 ) -> ImportedText:
     """Read tokenizers and compare them with recorded texts.
 
-    `user_text` has the user's ids around a text. If `has_own_weights` is False, other weights computed the recorded
-    outputs, which are then dropped.
+    If `has_own_weights` is False, other weights computed the recorded outputs, which are then dropped.
     """
     if tokenizers is None:
         note = "there are recorded texts, but no tokenizer to compare them with; give --tokenizer"

@@ -1,7 +1,4 @@
-"""Draft layouts for a state dict from its names, indices and shapes.
-
-`_layers` reads the lists of layers, `_outside` all other modules.
-"""
+"""Draft layouts for a state dict from its names, indices and shapes."""
 
 from __future__ import annotations
 

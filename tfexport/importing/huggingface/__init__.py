@@ -107,10 +107,7 @@ def read_settings(
     keys: Collection[str],
     own_settings: Collection[str] = (),
 ) -> dict[str, Value]:
-    """Read a config.json as settings for `apply_layout`.
-
-    `keys` are those of the state dict. `own_settings` are names of settings of the user, which replace the file's.
-    """
+    """Read a config.json as settings; `own_settings` of the user replace its tokens."""
     reader = Reader(config)
     found = family.settings(reader, keys) | read_tokens(reader, generation, own_settings)
     raise_all(CheckpointError, "config.json", reader.problems)

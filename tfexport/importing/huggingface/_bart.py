@@ -1,7 +1,4 @@
-"""Define BART, mBART, PEGASUS, Blenderbot, Marian (opus-mt), M2M100 and NLLB.
-
-The ids of Marian, M2M100 and NLLB differ from those of their SentencePiece models.
-"""
+"""Define BART, mBART, PEGASUS, Blenderbot, Marian (opus-mt), M2M100 and NLLB."""
 
 from __future__ import annotations
 

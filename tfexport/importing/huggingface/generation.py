@@ -56,10 +56,7 @@ def read_generation(
     vocab: int,
     own_settings: Collection[str],
 ) -> tuple[GenerationDefaults, list[str]]:
-    """Read the generation defaults as transformers does; also return notes.
-
-    `own_settings` are names of settings of the user, which replace the tokens of the file.
-    """
+    """Read the generation defaults as transformers does; also return notes."""
     name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
     found = {key: value for key, value in found.items() if value is not None}
     notes = list[str]()

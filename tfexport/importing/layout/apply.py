@@ -175,8 +175,8 @@ def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[s
         return {}, {}
     sizes = {side: {**names, "d_model": float(width)} for side in SIDES}
     for side in SIDES:
-        heads = layout.switch("num_heads", side)
-        sizes[side]["num_heads"] = float(heads) if isinstance(heads, int) and heads > 0 else 1.0
+        if isinstance(heads := layout.switch("num_heads", side), int) and heads > 0:
+            sizes[side]["num_heads"] = float(heads)
     return sizes, execution.run(meta, sizes)
 
 

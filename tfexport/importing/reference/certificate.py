@@ -90,10 +90,7 @@ def certify(
     baseline: float = 0.0,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Certificate:
-    """Compare an import with reference outputs, then change every part in turn.
-
-    `canonical` is made from the recorded state dict. `on_progress` receives the share of the changes, from 0 to 1.
-    """
+    """Compare a recorded state dict with its outputs, then change each part in turn."""
     check_fits(canonical.config, reference)
     comparator = Comparator(canonical, reference)
     wanted = tolerance(reference, baseline)
@@ -141,9 +138,9 @@ def _switch_changes(
 ) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
     config, current = canonical.config, _values(canonical.config)
 
-    def compare(*, mask_source: bool = True, **changes: Any) -> Comparison:
+    def compare(**changes: Any) -> Comparison:
         other = replace(canonical, **changes)
-        return Comparator(other, reference, mask_source=mask_source).compare(other.config)
+        return Comparator(other, reference).compare(other.config)
 
     for name, values in {**options(config), "num_heads": _heads(config)}.items():
         for value in values:
@@ -153,7 +150,7 @@ def _switch_changes(
                 continue
             if _values(changed)[name] != current[name]:
                 yield name, current[name], value, partial(comparator.compare, changed)
-    yield "source mask", "kept", "dropped", partial(compare, mask_source=False)
+    yield "source mask", "kept", "dropped", partial(comparator.compare, config, mask_source=False)
     for name, value in config.switches().items():
         switch = SWITCHES[name.rpartition(".")[2]]
         if switch.search or not config.uses(name.rpartition(".")[2]):
@@ -169,11 +166,8 @@ def _switch_changes(
                 tensors = {name: canonical.tensors[name] for name in names}
                 yield name, value, switch.default, partial(compare, config=without, tensors=tensors)
     if config.feed_forward == "glu":
-        other = {"fc1": "gate", "gate": "fc1"}
-        swapped = {
-            re.sub(r"\.ffn\.(fc1|gate)\.", lambda found: f".ffn.{other[found[1]]}.", name): tensor
-            for name, tensor in canonical.tensors.items()
-        }
+        swap = partial(re.sub, r"(?<=\.ffn\.)(fc1|gate)(?=\.)", lambda found: {"fc1": "gate", "gate": "fc1"}[found[0]])
+        swapped = {swap(name): tensor for name, tensor in canonical.tensors.items()}
         yield "gate", "linear", "activated", partial(compare, tensors=swapped)
 
 

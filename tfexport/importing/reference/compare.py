@@ -91,16 +91,8 @@ class Comparator:
     Another comparator can share the model, which takes much longer to build than to run.
     """
 
-    def __init__(
-        self,
-        canonical: Canonical,
-        reference: ReferenceOutputs,
-        *,
-        mask_source: bool = True,
-        model: Transformer | None = None,
-    ) -> None:
-        self.model, self.config = model or _build(canonical), canonical.config
-        self.reference, self.mask_source = reference, mask_source
+    def __init__(self, canonical: Canonical, reference: ReferenceOutputs, model: Transformer | None = None) -> None:
+        self.model, self.config, self.reference = model or _build(canonical), canonical.config, reference
         keep = reference.source_mask if reference.target_mask is None else reference.target_mask
         expected = reference.hidden_states if reference.logits is None else reference.logits.log_softmax(-1)
         assert expected is not None
@@ -108,11 +100,11 @@ class Comparator:
         self.scale = float(expected[keep].abs().max())
 
     @torch.inference_mode()
-    def compare(self, config: TransformerConfig) -> Comparison:
-        """Compare under the switches of `config`, whose sizes are those of the tensors."""
+    def compare(self, config: TransformerConfig, *, mask_source: bool = True) -> Comparison:
+        """Compare under the switches of `config`; attention may include padding."""
         _set_switches(self.model, config)
         reference, encoder_error = self.reference, None
-        mask = reference.source_mask if self.mask_source else torch.ones_like(reference.source_mask)
+        mask = reference.source_mask if mask_source else torch.ones_like(reference.source_mask)
         if reference.target_ids is None:
             found = self.model.hidden_states(reference.source_ids, mask)
         else:

@@ -1,8 +1,7 @@
 """Record and read reference outputs of the original model.
 
-A safetensors file stores the tensors of `ReferenceOutputs` by name; those of mappings have the prefixes `state.`,
-`attribute.` and `real.`. Its metadata has the recorded texts (`text`) and checksums of weights (`weights`) as JSON, and
-the checksum of the contents (`sha256`).
+A safetensors file stores the tensors by name; those of mappings have the prefixes `state.`, `attribute.` and `real.`.
+Its metadata has texts (`text`) and checksums of weights (`weights`) as JSON, and that of the contents (`sha256`).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from tfexport.text.config import TextConfig
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
 _INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
-# Former names, which are still accepted.
-_FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}
+_FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}  # names in older files
 _MAX_BYTES = 1024**3  # of inputs and outputs, without the state dict
 _CAUSAL = 1e-4  # largest difference that float32 may cause between runs that should be equal
 _NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float}
@@ -269,11 +267,9 @@ class _Original:
         return self.run(model, ids)["logits"]
 
     def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
-        """Estimate the error of parts of the original that compute in float32.
-
-        The weights change by a billionth, and by twice as much. Float64 outputs deviate from a line by the square of
-        that, but float32 rounding makes them jump by its own precision.
-        """
+        """Estimate the error of parts of the original that compute in float32."""
+        # Weights change by a billionth, and by twice that. Float64 outputs deviate from a line by the square of that,
+        # but float32 rounding makes them jump by its own precision.
         start = [parameter.detach().clone() for parameter in model.parameters()]
 
         @torch.no_grad()

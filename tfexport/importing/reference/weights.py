@@ -102,8 +102,7 @@ def check_weights(
 def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
     """Add the tied tensors and position tables that a weight file lacks.
 
-    Recorded parameters are random, so equal ones are one tied tensor, which `save_pretrained` stores once. The keys get
-    the prefix of the recorded names.
+    Recorded parameters are random, so equal ones are one tied tensor, which `save_pretrained` stores once.
     """
     prefix = _prefix(tensors, state)
     found = {prefix + key: tensor for key, tensor in tensors.items()}
@@ -131,10 +130,8 @@ def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes:
 def _prefix(keys: Collection[str], names: Collection[str]) -> str:
     """Return the prefix that all keys have in `names`, or an empty string."""
     first = next(iter(keys), "")
-    for prefix in (name.removesuffix(first) for name in names if name.endswith(first)):
-        if prefix and all(prefix + key in names for key in keys):
-            return prefix
-    return ""
+    prefixes = (name.removesuffix(first) for name in names if name.endswith(first))
+    return next((prefix for prefix in prefixes if prefix and all(prefix + key in names for key in keys)), "")
 
 
 def _look(tensor: Tensor) -> Hashable:
