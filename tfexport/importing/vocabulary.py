@@ -230,7 +230,7 @@ def _from_sentencepiece(path: Path, spec: ModelSpec, side: Side | None) -> Inner
 def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str, whole: Sequence[str] = ()) -> Inner:
     """Return a tokenizer that splits like a SentencePiece model but has other ids.
 
-    `ids` are unique. Pieces without an id become `unk`. Texts never produce tokens that the model lacks, except `whole`.
+    `ids` are unique. Pieces without an id become `unk`. Texts produce no tokens that the model lacks, except `whole`.
     """
     own = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (_CONTROL, _UNKNOWN)}
     seen = {*own, *special, *whole, unk}
