@@ -78,10 +78,7 @@ def test_safetensors_that_begin_as_a_pickle_does(tmp_path: Path) -> None:
         ({"model": {"state_dict": STATE}}, "'state_dict'"),
         ({"transformer": STATE, "epoch": 3}, "taken from the entry 'transformer'"),
         ({f"module.{name}": tensor for name, tensor in STATE.items()}, "removed the prefix 'module.' from every"),
-        (
-            {"state_dict": {f"model.{name}": t for name, t in STATE.items()}},
-            "removed the prefix 'model.'",
-        ),
+        ({"state_dict": {f"model.{name}": t for name, t in STATE.items()}}, "removed the prefix 'model.'"),
         ({f"module._orig_mod.{n}": t for n, t in STATE.items()}, "removed the prefix '_orig_mod.' from every key"),
         ({**STATE, "epoch": 3}, "left out entries that are not tensors: 'epoch'"),
     ],
@@ -156,7 +153,7 @@ def test_wrappers_inside_of_a_model(tmp_path: Path) -> None:
     torch.save({f"_orig_mod.{name}": t for name, t in zip(names, STATE.values(), strict=True)}, tmp_path / "a.pt")
     found = read_checkpoint(tmp_path / "a.pt")
     assert is_state(found.tensors)
-    assert found.notes[1].startswith("took '_checkpoint_wrapped_module', '_fsdp_wrapped_module', '_orig_mod' out of")
+    assert found.notes[1].startswith("removed '_checkpoint_wrapped_module', '_fsdp_wrapped_module', '_orig_mod' from")
 
 
 @pytest.mark.parametrize("name", ["n_averaged", "criterion.weight", "loss_fn.weight", "metrics.total"])
@@ -177,7 +174,7 @@ def test_averaged_weights_by_choice(tmp_path: Path) -> None:
     chosen = read_checkpoint(tmp_path / "a.pt", "ema")
     assert is_state(chosen.tensors, averaged)
     assert is_state(read_checkpoint(tmp_path / "a.pt", "ema.module").tensors, averaged)
-    with pytest.raises(CheckpointError, match=r"has no entry 'swa'; there is 'model, ema'"):
+    with pytest.raises(CheckpointError, match=r"has no entry 'swa', only 'model, ema'"):
         read_checkpoint(tmp_path / "a.pt", "swa")
 
 
@@ -240,9 +237,9 @@ def test_a_whole_module_does_not_load(tmp_path: Path) -> None:
         (b"not a checkpoint at all", "not safetensors or a file of torch.save"),
         (b"\x00" * 100, "not safetensors or a file of torch.save"),
         (struct.pack("<Q", 2**60) + b"{}", "not safetensors"),
-        (b"\x80\x04garbage", "is damaged, cut short or no"),
+        (b"\x80\x04garbage", "is damaged, cut short or not"),
         (b"PK\x03\x04garbage", "is damaged or cut short"),
-        (b"\x80", "is damaged, cut short or no"),
+        (b"\x80", "is damaged, cut short or not"),
     ],
 )
 def test_garbage(content: bytes, problem: str, tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_list_that_cannot_be_read(listed: str, codes: str | None, problem: str
         ("vocab.json", json.dumps({"<s>": 0, "the": 1}), "has only ids, as a vocab.json.*give the directory"),
         ("merges.txt", "#version: 0.2\nt h\nth e\n", "has only merges, as a merges.txt.*give the directory"),
         ("merges.txt", "t h\nth e\nĠ the\n", "has only merges, as a merges.txt"),
-        ("config.json", json.dumps({"model_type": "bart"}), "is not a tokenizer.json, for it has no model"),
+        ("config.json", json.dumps({"model_type": "bart"}), "is not a tokenizer.json, because it has no model"),
         ("tokenizer.json", json.dumps({"model": {"type": "BPE"}}), "is not a valid tokenizer.json"),
         ("tokenizer.json", '{"model": {"ty', "is not JSON"),
     ],

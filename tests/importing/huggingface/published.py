@@ -1,4 +1,8 @@
-"""Tiny directories with the keys of published ones: their config.json, the names of their weights, random values."""
+"""Tiny directories as they were published: config.json, names of weights, random values.
+
+Sizes and vocabularies are smaller. opus-mt and t5-small have every key of their config.json, the others those that
+change what is computed or generated.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests import tiny
-from tests.importing.huggingface.published_configs import CONFIGS
 from tfexport.generation import GenerationDefaults
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_model
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+VOCAB = 41
 UNUSED_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 CLASSES = {
     "marian": "MarianMTModel",

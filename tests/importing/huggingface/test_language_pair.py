@@ -232,7 +232,7 @@ def test_a_call_names_another_language(tmp_path: Path) -> None:
     languages = ["--source-language", "eng_Latn", "--target-language", "deu_Latn"]
     said = ran("import", hf, "--output", made, *languages).stderr
     german, french = (theirs.convert_tokens_to_ids(name) for name in ("deu_Latn", "fra_Latn"))
-    assert f"generates with forced_bos_token_id {german}" in said
+    assert f"the defaults are forced_bos_token_id {german}" in said
     ran("onnx", made, "--output", bundle, "--forms", "concat", "--no-verify")
 
     def generate(*options: object, code: int = 0) -> Any:

@@ -226,7 +226,7 @@ def test_blenderbot_ends_its_sources(tmp_path: Path) -> None:
         ("odd", {}, "no config.json with a known model_type"),
         ("mbart", {"tokenizer_class": "OddTokenizer"}, "cannot be read"),
         ("mbart", {"src_lang": ["de_DE"]}, "cannot be read"),
-        ("mbart", {"src_lang": "de"}, "src_lang is 'de', expected a language"),
+        ("mbart", {"src_lang": "de"}, "src_lang is 'de', expected one of its languages"),
         ("m2m_100", {"src_lang": "de"}, "src_lang is 'de', expected one of"),
     ],
 )
@@ -242,10 +242,10 @@ def test_a_family_or_language_that_is_not_known(
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        (["vocab.json"], "has vocab.json, and no config.json"),
-        (["source.spm", "vocab.json"], "has source.spm, vocab.json, and no config.json"),
-        (["spiece.model"], "has spiece.model, and no config.json"),
-        (["vocab.json", "merges.txt"], "has vocab.json, merges.txt, and no config.json"),
+        (["vocab.json"], "has vocab.json, but no config.json"),
+        (["source.spm", "vocab.json"], "has source.spm, vocab.json, but no config.json"),
+        (["spiece.model"], "has spiece.model, but no config.json"),
+        (["vocab.json", "merges.txt"], "has vocab.json, merges.txt, but no config.json"),
         ([], "has no tokenizer file"),
     ],
 )
