@@ -83,7 +83,7 @@ class Modern(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, D)
-        self.encoder = nn.ModuleList(Layer(decoder=False) for _ in range(LAYERS))
+        self.encoder = nn.ModuleList([Layer(decoder=False)])
         self.decoder = nn.ModuleList(Layer(decoder=True) for _ in range(LAYERS))
         self.norm, self.encoder_norm = Norm(), Norm()
 

@@ -173,7 +173,7 @@ def _joined_heads(parts: Sequence[Part]) -> list[Part]:
 def _with_head(first: str | None, second: str | None) -> str | None:
     if first is None or second is None:
         return None
-    pieces = zip(re.split(r"(\d+)", first), re.split(r"(\d+)", second), strict=True)
+    pieces = zip(re.split(r"(\d+)", first), re.split(r"(\d+)", second), strict=False)
     return "".join(one if one == other else "{h}" for one, other in pieces)
 
 
