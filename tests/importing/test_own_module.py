@@ -38,13 +38,13 @@ def made(*arguments: object) -> Callable[[Path], None]:
 @pytest.fixture(scope="session")
 def bundle(once: Once) -> Path:
     """The rotary model, verified by its export; not to be changed."""
-    return once("stranger-modern", made(f"{MODERN}:make", "--forms", "static"))
+    return once("stranger-modern", made(f"{MODERN}:make", "--forms", "contrib"))
 
 
 @pytest.fixture(scope="session")
 def translator(once: Once) -> Path:
     """The tutorial's model with two tokenizers; not to be changed."""
-    return once("stranger-tutorial", made(f"{TUTORIAL}:make", "--forms", "contrib"))
+    return once("stranger-tutorial", made(f"{TUTORIAL}:make", "--forms", "static"))
 
 
 def greedy(forward: Callable[..., torch.Tensor], source: Sequence[int], longest: int = 9) -> list[int]:
@@ -91,7 +91,7 @@ def test_the_manifest_says_what_the_bundle_was_made_from(bundle: Path, translato
     assert (len(manifest.text.samples), manifest.text.source_suffix) == (4, (2,))
     assert (theirs.text.source_prefix, theirs.text.source_suffix) == ((1,), (2,))
     checks = json.loads((bundle / "parity.json").read_text())["decodes"]
-    assert {check["stage"] for check in checks if check["method"] == "recorded texts"} >= {"eager", "ort static"}
+    assert {check["stage"] for check in checks if check["method"] == "recorded texts"} >= {"eager", "ort contrib"}
     shown = run("inspect", bundle).stdout
     assert f"of the module {MODERN}.Modern" in shown
     assert manifest.module.weights_sha256 in shown
@@ -149,7 +149,7 @@ def test_what_needs_the_module_names_the_option_that_gives_it(bundle: Path) -> N
             f"{MODERN}:everything_wrong",
             "Linear has no method encode; see docs/guides/your-own-module.md; Linear has no method",
         ),
-        (f"{MODERN}:everything_wrong", "spec.precision is fp16, expected fp32; the graphs have that of --precision"),
+        (f"{MODERN}:everything_wrong", "spec.precision is fp16, expected fp32; --precision is for the graphs"),
         (f"{MODERN}:everything_wrong", "weight is not float32 on the CPU; give module.float().cpu()"),
         (f"{MODERN}:everything_wrong", "texts are given, but no tokenizers to compare with them"),
     ],
@@ -167,7 +167,7 @@ def test_the_error_of_the_author_s_code_names_its_line(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     done = run("onnx", "broken:make", "--output", "b")
-    expected = "error: broken:make: ZeroDivisionError: division by zero (broken.py line 2); run it in Python by itself"
+    expected = "error: broken:make: ZeroDivisionError: division by zero (broken.py line 2); call it in Python"
     assert done.stderr.splitlines()[-1].startswith(expected)
 
 
