@@ -184,7 +184,7 @@ def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bund
 def test_without_recorded_texts_it_is_announced_and_options_repair_it(
     user: User, proven: Made, unproven: Made, tmp_path: Path
 ) -> None:
-    assert "warning: sources do not end with the end token 2" in unproven.imported.stderr
+    assert "warning: sources do not end with 2;" in unproven.imported.stderr
     assert "--source-suffix 2" in unproven.imported.stderr
     assert "unverified: the tokenizer: no texts were recorded to compare it with" in unproven.imported.stdout
     assert unproven.exported.stdout.endswith("not verified, its texts were never compared\n")
