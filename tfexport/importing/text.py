@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer as Inner
@@ -80,8 +81,9 @@ def import_text(
         files, warnings = {**files, TARGET_TOKENIZER: target[TOKENIZER]}, [*warnings, *more]
     generation, languages = _choose_languages(files, tokenizers)
     sides = [(name, files[name]) for name in (TOKENIZER, TARGET_TOKENIZER) if name in files]
-    text = fit_text_config(lambda text: Tokenizer.parse(sides, spec, text=text), recorded, user_text) if recorded else user_text
-    tokenizer = Tokenizer.parse(sides, spec, text=text)
+    load = partial(Tokenizer.parse, sides, spec)
+    text = fit_text_config(lambda text: load(text=text), recorded, user_text) if recorded else user_text
+    tokenizer = load(text=text)
     names = [name for name in ("source_prefix", "source_suffix", "target_prefix") if not getattr(user_text, name)]
     found = {name.replace("_", " "): ids for name in names if (ids := getattr(text, name))}
     notes = [f"{name} {', '.join(map(str, ids))}: as in the recorded texts" for name, ids in found.items()]

@@ -138,7 +138,7 @@ def test_a_reference_finds_every_one_without_a_layout(name: str, public: Callabl
 
 def test_attention_without_an_output_projection_is_refused(tmp_path: Path) -> None:
     one = made("leviswind", tmp_path)
-    with pytest.raises(CheckpointError, match=r"have no attention .*or export the model as your own module"):
+    with pytest.raises(CheckpointError, match=r"have no attention .*or export it as your own module"):
         import_checkpoint(one.file, tmp_path / "model", reference=one.reference)
 
 

@@ -37,8 +37,8 @@ _ROTARY = Reading(arch={"positions": "rotary"})
 # Among more modules, embeddings, tables, norms and outputs cannot be identified.
 _MAX_OUTSIDE = 200
 # Canonical names in the order of a layout file.
-_ORDER = "enc dec out embed pos rel_bias emb_norm layers norm self cross ffn norm1 norm2 norm3".split()
-_ORDER += "q k v o fc1 gate fc2 weight bias".split()
+_ORDER = "weight bias enc dec out embed pos rel_bias emb_norm layers norm self cross ffn norm1 norm2 norm3".split()
+_ORDER += "q k v o fc1 gate fc2".split()
 # A draft is one choice for each group of modules.
 _Draft = tuple[Choice, ...]
 

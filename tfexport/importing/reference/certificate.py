@@ -52,12 +52,13 @@ class Certificate:
     error: float | None = None  # largest difference, relative to the largest absolute value
     tolerance: float | None = None
     rows: int = 0  # of the reference batch
-    switches: Mapping[str, Changed] = field(default_factory=dict)  # error with the next best value
-    lines: Mapping[str, float] = field(default_factory=dict)  # smallest error that 1% of noise on one tensor causes
-    texts: int = 0  # number of recorded texts that the tokenizer was compared with
+    switches: Mapping[str, Changed] = field(default_factory=dict, repr=False)  # error with the next best value
+    # Smallest error that 1% of noise on one tensor causes, by layout line.
+    lines: Mapping[str, float] = field(default_factory=dict, repr=False)
+    texts: int = field(default=0, repr=False)  # number of recorded texts that the tokenizer was compared with
     unverified: tuple[str, ...] = ()  # possible mistakes that the reference outputs cannot show
-    checkpoint: Mapping[str, FileSum] = field(default_factory=dict)  # by name of the weight file
-    reference: FileSum | None = None
+    checkpoint: Mapping[str, FileSum] = field(default_factory=dict, repr=False)  # by name of the weight file
+    reference: FileSum | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the certificate as JSON values, with two digits of each error."""
@@ -67,10 +68,6 @@ class Certificate:
             name: {**changed, "error": _short(changed["error"])} for name, changed in found["switches"].items()
         }
         return {**found, "error": None if self.error is None else _short(self.error)}
-
-    def __repr__(self) -> str:
-        parts = f"error={self.error}, tolerance={self.tolerance}, rows={self.rows}, unverified={self.unverified}"
-        return f"Certificate(layout={self.layout!r}, proven={self.proven}, {parts})"
 
     def _repr_html_(self) -> str:
         result = "not compared" if self.error is None else f"{self.error:.1e} ≤ {self.tolerance:.1e}"
