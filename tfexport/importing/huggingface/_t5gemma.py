@@ -10,14 +10,8 @@ from tfexport.nn.switches import Value
 
 # config.json has these options per side, but the canonical model has one value for both.
 _SHARED = (
-    "attn_logit_softcapping",
-    "hidden_activation",
-    "hidden_size",
-    "query_pre_attn_scalar",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
+    *("attn_logit_softcapping", "hidden_activation", "hidden_size", "query_pre_attn_scalar", "rms_norm_eps"),
+    *("rope_parameters", "rope_scaling", "rope_theta"),
 )
 
 
