@@ -192,10 +192,10 @@ def test_force_replaces_a_model_directory_and_nothing_else(own: Path, tmp_path: 
     assert "exists and is not an empty" in error(own / "canonical.safetensors", "--output", tmp_path / "m", *words)
     (tmp_path / "m" / "notes.txt").write_text("mine")
     message = error(own / "canonical.safetensors", "--output", tmp_path / "m", *words, "--force")
-    assert "holds more than a model directory: 'notes.txt'; --force deletes only what belongs" in message
+    assert "has files that do not belong to a model directory: 'notes.txt'; move them" in message
     (tmp_path / "m" / "config.json").write_text('{"model_type": "marian"}')
     message = error(own / "canonical.safetensors", "--output", tmp_path / "m", *words, "--force")
-    assert "is no model directory, which alone is replaced" in message
+    assert "is not a model directory" in message
     assert (tmp_path / "m" / "notes.txt").read_text() == "mine"
 
 
@@ -208,7 +208,7 @@ def test_the_output_may_be_a_link_and_no_file(own: Path, tmp_path: Path) -> None
         assert load_model(tmp_path / ("m" * 250)).config.encoder.num_heads == 4
         assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "m" * 250]
     (tmp_path / "file").write_text("mine")
-    assert "file is no model directory, which alone is replaced" in error(*words, tmp_path / "file")
+    assert "file is not a model directory" in error(*words, tmp_path / "file")
     assert "cannot be written: Not a directory" in error(*words, tmp_path / "file" / "below")
     assert "File name too long" in error(*words, tmp_path / ("x" * 256))
     assert (tmp_path / "file").read_text() == "mine"

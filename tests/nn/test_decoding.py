@@ -1,6 +1,8 @@
-"""Decoding step by step with a cache, and with padding and batch mates, says what the full forward says."""
+"""Decoding step by step with a cache, with padding and in batches equals the full forward pass."""
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,8 +12,7 @@ from torch import Tensor
 
 from tests import tiny
 from tests.tiny import VARIANTS, VOCAB
-from tfexport.nn.cache import ConcatCache, KeyValue, RowCache
-from tfexport.nn.source import CrossCache, PaddedSource
+from tfexport.nn.cache import ConcatCache, Cross, KeyValue, RowCache, Source
 from tfexport.nn.transformer import Transformer
 
 # Relative to the largest logit; float64 on both sides.
@@ -30,57 +31,29 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("passes", [[1] * 7, [2] + [1] * 5, [2, 4, 1], [4, 1, 1, 1], [7]], ids=str)
 @torch.no_grad()
-def decode(model: Transformer, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor, prefix: int) -> Tensor:
-    """Return the logits after `prefix` tokens at once and each token behind them, [rows, len - prefix + 1, vocab]."""
-    cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
-    cache = model.empty_cache(target_ids[:, :prefix])
-    logits = [model.decode_step(target_ids[:, :prefix], cross, cache)]
-    for position in range(prefix, target_ids.shape[1]):
-        newest = target_ids[:, position : position + 1]
-        cache = ConcatCache(cache.present, newest)
-        logits.append(model.decode_step(newest, cross, cache))
-    return torch.stack(logits, 1)
-
-
-@pytest.mark.parametrize("prefix", [1, 2, 4, 7])
-def test_steps_equal_full_forward(model: Transformer, prefix: int) -> None:
-    batch = tiny.batch()
-    with torch.no_grad():
-        expected = model(*batch)[:, prefix - 1 :]
-    assert_close(decode(model, *batch, prefix), expected)
-
-
-@pytest.mark.parametrize("prefix", [1, 3])
-def test_beams_share_the_source(model: Transformer, prefix: int) -> None:
-    """Rows are batch · beams, while encoder keys and values stay one row a source."""
-    beams, (source_ids, source_mask, _) = 4, tiny.batch()
+def test_steps_equal_full_forward(model: Transformer, passes: list[int], beams: int) -> None:
+    """Rows are batch · beams, while encoder keys and values have one row per source."""
+    source_ids, source_mask, _ = tiny.batch()
     target_ids = torch.randint(VOCAB, (len(source_ids) * beams, 7), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = model(source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids)
-    assert_close(decode(model, source_ids, source_mask, target_ids, prefix), expected[:, prefix - 1 :])
-
-
-def test_several_tokens_onto_a_past(model: Transformer) -> None:
-    source_ids, source_mask, target_ids = batch = tiny.batch()
-    with torch.no_grad():
-        cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
-        first, second = target_ids[:, :2], target_ids[:, 2:6]
-        cache = model.empty_cache(first)
-        model.decode_step(first, cross, cache)
-        logits = model.decode_step(second, cross, ConcatCache(cache.present, second))
-        assert_close(logits, model(*batch)[:, 5])
+    expected = model(source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids)
+    cross, cache = Cross(model.encode(source_ids, Source(source_mask)), source_mask), None
+    for newest, position in zip(target_ids.split(passes, 1), accumulate(passes), strict=True):
+        cache = ConcatCache(cache.present, newest) if cache else model.empty_cache(newest)
+        assert_close(model.decode_step(newest, cross, cache), expected[:, position - 1])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("beams", [1, 2])
-def test_rows_at_different_positions_equal_each_row_alone(model: Transformer, beams: int) -> None:
-    """Rows join at their own time, take one or several tokens, and find their places full of what others left."""
+def test_rows_at_different_positions_equal_single_rows(model: Transformer, beams: int) -> None:
+    """Rows join at different times, take one or several tokens, and overwrite the values of earlier rows."""
     source_ids, source_mask, _ = tiny.batch()
     target_ids = torch.randint(VOCAB, (3 * beams, 20), generator=torch.Generator().manual_seed(1))
     rows = source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids
     expected = model(*rows)
-    cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+    cross = Cross(model.encode(source_ids, Source(source_mask)), source_mask)
     heads, d_k, d_v = model.config.num_kv_heads("decoder"), model.config.d_k("decoder"), model.config.d_v("decoder")
     key, value = (torch.randn(3, len(target_ids), heads, 24, width, dtype=torch.float64) for width in (d_k, d_v))
     buffers = list(map(KeyValue, key, value))
@@ -88,7 +61,7 @@ def test_rows_at_different_positions_equal_each_row_alone(model: Transformer, be
     lengths = torch.zeros(len(target_ids), dtype=torch.int64)
     joins = torch.arange(len(target_ids)) * 2
     for step, target_len in enumerate((1, 2, 1, 1, 3, 1, 1, 1)):
-        lengths[joins == step] = 0  # whatever they wrote before they joined is forgotten
+        lengths[joins == step] = 0  # the row joins
         newest = target_ids.gather(1, lengths[:, None] + torch.arange(target_len))
         logits = model.decode_step(newest, cross, RowCache(buffers, newest, lengths))
         lengths += target_len
@@ -104,7 +77,7 @@ sources = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), 
 @given(rows=sources, padding=st.integers(0, 6), filler=st.integers(0, VOCAB - 1), name=st.sampled_from(list(MODELS)))
 @torch.no_grad()
 def test_padding_and_batch_mates_change_nothing(rows: list[list[int]], padding: int, filler: int, name: str) -> None:
-    """Whatever fills the padding, each row reads as if it were alone."""
+    """Each row is computed as if it were alone, whatever fills the padding."""
     model = MODELS[name]
     length = max(map(len, rows)) + padding
     source_ids = torch.tensor([row + [filler] * (length - len(row)) for row in rows])

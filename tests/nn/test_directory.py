@@ -1,4 +1,4 @@
-"""Model directories: what was saved comes back, and what is wrong is said in one line."""
+"""Model directories: `load_model` reads what `save_model` wrote, and reports problems in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.tiny import ENCODER_ALONE, VARIANTS
 from tfexport.describe import inspect_path
-from tfexport.errors import CheckpointError, TfexportError
+from tfexport.errors import CheckpointError
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import check_free, check_weights, load_model, save_model
 from tfexport.nn.stored import StoredTensor
@@ -39,8 +39,8 @@ def folder(model: Transformer, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def error_of(call: Callable[[], Any], kind: type[TfexportError]) -> str:
-    with pytest.raises(kind) as caught:
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(CheckpointError) as caught:
         call()
     message = str(caught.value)
     assert "\n" not in message
@@ -75,44 +75,33 @@ def test_same_model_gives_same_bytes(model: Transformer, folder: Path, tmp_path:
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_tokenizer_comes_along(model: Transformer, tmp_path: Path) -> None:
+def test_tokenizer_is_copied(model: Transformer, tmp_path: Path) -> None:
     (tmp_path / "some.json").write_text("{}")
+    (tmp_path / "deep" / "model").mkdir(parents=True)
     save_model(model, tmp_path / "deep" / "model", tmp_path / "some.json")
-    found = sorted(str(path.relative_to(tmp_path / "deep")) for path in (tmp_path / "deep").rglob("*"))
-    assert found == ["model", "model/config.json", "model/model.safetensors", "model/tokenizer.json"]
+    found = sorted((tmp_path / "deep").rglob("*.*"))
+    assert [path.name for path in found] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert len({path.stat().st_mode for path in found}) == 1
 
 
-def test_files_are_as_readable_as_any(folder: Path) -> None:
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
-
-
-def test_nothing_is_overwritten(model: Transformer, folder: Path) -> None:
+def test_no_directory_is_overwritten(model: Transformer, folder: Path) -> None:
     before = (folder / "model.safetensors").read_bytes()
-    message = error_of(lambda: save_model(model, folder), CheckpointError)
+    message = error_of(lambda: save_model(model, folder))
     assert message == f"{folder} exists and is not an empty directory; remove it or choose another name"
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_an_empty_directory_is_filled(model: Transformer, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    save_model(model, tmp_path / "empty")
-    assert load_model(tmp_path / "empty").config == model.config
-
-
-def test_one_that_a_kill_left_aside_is_put_back(model: Transformer, folder: Path) -> None:
+def test_former_directory_of_a_killed_save_is_restored(model: Transformer, folder: Path) -> None:
     aside = folder.with_name(".model.old-0123456789abcdef")
-    for read in (load_model, inspect_path):
+    for read in (load_model, inspect_path, lambda path: error_of(lambda: check_free(path, force=False))):
         folder.rename(aside)
         read(folder)
-    folder.rename(aside)
-    message = error_of(lambda: check_free(folder, force=False), CheckpointError)
-    assert message == f"{folder} exists and is not an empty directory; remove it or choose another name"
     assert load_model(folder).config == model.config
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 def test_failed_save_leaves_nothing(model: Transformer, tmp_path: Path) -> None:
-    message = error_of(lambda: save_model(model, tmp_path / "model", tmp_path / "absent.json"), CheckpointError)
+    message = error_of(lambda: save_model(model, tmp_path / "model", tmp_path / "absent.json"))
     assert message == f"{tmp_path / 'model'} cannot be written: No such file or directory"
     assert not list(tmp_path.iterdir())
 
@@ -126,25 +115,18 @@ def test_other_floats_become_float32(folder: Path, dtype: torch.dtype) -> None:
         assert torch.equal(parameter, stored[name].float())
 
 
-def test_other_types_are_refused(folder: Path) -> None:
-    change_weights(folder, lambda tensors: tensors.update({"out.bias": tensors["out.bias"].long()}))
-    message = error_of(lambda: load_model(folder), CheckpointError)
-    assert message == (
-        f"{folder / 'model.safetensors'} does not fit config.json: out.bias is I64, expected F32, F16, BF16, F64"
-    )
-
-
 def test_everything_that_does_not_fit_is_listed(folder: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["dec.layers.0.norm3.weight"]
         tensors["extra"] = torch.zeros(2, 3)
         tensors["out.weight"] = torch.zeros(30, 32)
+        tensors["out.bias"] = tensors["out.bias"].long()
 
     change_weights(folder, change)
-    message = error_of(lambda: load_model(folder), CheckpointError)
-    assert message == (
+    assert error_of(lambda: load_model(folder)) == (
         f"{folder / 'model.safetensors'} does not fit config.json: missing dec.layers.0.norm3.weight [32]; "
-        "unexpected extra [2, 3]; out.weight is [30, 32], expected [31, 32]"
+        "unexpected extra [2, 3]; out.weight is [30, 32], expected [31, 32]; "
+        "out.bias is I64, expected F32, F16, BF16, F64"
     )
 
 
@@ -152,35 +134,29 @@ def test_a_long_list_is_cut() -> None:
     config = VARIANTS["post"]
     shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     found = {f"module.{name}": StoredTensor("F32", shape, 0, 0) for name, shape in shapes.items()}
-    message = error_of(lambda: check_weights(found, config), CheckpointError)
+    message = error_of(lambda: check_weights(found, config))
     assert message.count("; ") == 8
     assert message.endswith(f"; and {2 * len(shapes) - 8} more")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e300])
 def test_weights_that_are_not_finite(folder: Path, value: float) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["enc.layers.0.self.q.weight"][3, 4] = value
-        tensors["out.bias"][0] = value
+        tensors["enc.layers.0.self.q.weight"] = tensors["enc.layers.0.self.q.weight"].double() + value
+        tensors["out.bias"] = tensors["out.bias"].double() - value
 
     change_weights(folder, change)
-    message = error_of(lambda: load_model(folder), CheckpointError)
-    assert message == (
+    assert error_of(lambda: load_model(folder)) == (
         f"{folder / 'model.safetensors'} holds NaN or infinity, as float32, in enc.layers.0.self.q.weight, out.bias; "
         "take a checkpoint from before the training diverged"
     )
-
-
-def test_float64_beyond_float32(folder: Path) -> None:
-    change_weights(folder, lambda tensors: tensors.update({"out.bias": tensors["out.bias"].double() * 1e300}))
-    assert "infinity, as float32, in out.bias" in error_of(lambda: load_model(folder), CheckpointError)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
 def test_truncated_weights(folder: Path, kept: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    message = error_of(lambda: load_model(folder), CheckpointError)
+    message = error_of(lambda: load_model(folder))
     assert message.startswith(f"{path} is damaged or cut short (")
     assert message.endswith("); copy or convert it again")
 
@@ -194,7 +170,7 @@ def test_weights_that_are_cut_short_while_they_are_read(folder: Path, monkeypatc
         return unfilled(config)
 
     monkeypatch.setattr(Transformer, "unfilled", cut)
-    message = error_of(lambda: load_model(folder), CheckpointError)
+    message = error_of(lambda: load_model(folder))
     assert message == f"{weights} was cut short while it was read; copy it again"
 
 
@@ -208,29 +184,20 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def as_pickle(path: Path, bomb: Bomb) -> None:
-    path.write_bytes(pickle.dumps(bomb))
-
-
-def as_zip(path: Path, bomb: Bomb) -> None:
-    torch.save(bomb, path)
-
-
-def as_old_torch(path: Path, bomb: Bomb) -> None:
-    torch.save(bomb, path, _use_new_zipfile_serialization=False)
-
-
-@pytest.mark.parametrize("write", [as_pickle, as_zip, as_old_torch])
-def test_a_pickle_is_never_opened(folder: Path, write: Callable[[Path, Bomb], None]) -> None:
+@pytest.mark.parametrize("kind", ["pickle", "torch.save", "torch.save before 1.6"])
+def test_a_pickle_is_never_opened(folder: Path, kind: str) -> None:
     """Under the right name, under a name of its own in the directory, and given itself."""
     weights, proof = folder / "model.safetensors", folder / "exploded"
-    write(weights, Bomb(proof))
-    assert error_of(lambda: load_model(folder), CheckpointError) == f"{weights} is {REMEDY}"
+    if kind == "pickle":
+        weights.write_bytes(pickle.dumps(Bomb(proof)))
+    else:
+        torch.save(Bomb(proof), weights, _use_new_zipfile_serialization=kind == "torch.save")
+    assert error_of(lambda: load_model(folder)) == f"{weights} is {REMEDY}"
     weights.rename(folder / "model.pt")
     expected = f"{folder}: model.safetensors is missing, and model.pt is {REMEDY}"
-    assert error_of(lambda: load_model(folder), CheckpointError) == expected
+    assert error_of(lambda: load_model(folder)) == expected
     expected = f"{folder / 'model.pt'} is {REMEDY}"
-    assert error_of(lambda: load_model(folder / "model.pt"), CheckpointError) == expected
+    assert error_of(lambda: load_model(folder / "model.pt")) == expected
     assert not proof.exists()
     # The bomb is real: whoever does unpickle it sets it off, if only to find that it is no state dict.
     with suppress(RuntimeError):
@@ -238,18 +205,15 @@ def test_a_pickle_is_never_opened(folder: Path, write: Callable[[Path, Bomb], No
     assert proof.exists()
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_no_directory_and_an_empty_one(tmp_path: Path) -> None:
     expected = f"{tmp_path / 'absent'} is not a model directory; expected one with config.json and model.safetensors"
-    assert error_of(lambda: load_model(tmp_path / "absent"), CheckpointError) == expected
-
-
-def test_both_files_missing(tmp_path: Path) -> None:
+    assert error_of(lambda: load_model(tmp_path / "absent")) == expected
     expected = f"{tmp_path}: config.json is missing; model.safetensors is missing; write it with save_model"
-    assert error_of(lambda: load_model(tmp_path), CheckpointError) == expected
+    assert error_of(lambda: load_model(tmp_path)) == expected
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_no_permission(folder: Path, name: str) -> None:
     (folder / name).chmod(0)
-    assert "cannot be read: Permission denied" in error_of(lambda: load_model(folder), CheckpointError)
+    assert "cannot be read: Permission denied" in error_of(lambda: load_model(folder))

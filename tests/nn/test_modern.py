@@ -1,4 +1,4 @@
-"""What models of today are made of computes what transformers and PyTorch's own functions compute, in float64."""
+"""Parts of recent models equal those of transformers and of PyTorch's own functions, in float64."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ from transformers.models.t5gemma import modeling_t5gemma
 from tests import tiny
 from tests.nn.foreign import canonical
 from tfexport.nn.attention import MultiHeadAttention
-from tfexport.nn.cache import ConcatCache, KeyValue
+from tfexport.nn.cache import ConcatCache, KeyValue, Source
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.positions import Alibi, Rotary
-from tfexport.nn.source import PaddedSource
 from tfexport.nn.transformer import Transformer
 
 TOLERANCE = 1e-12
@@ -65,7 +64,7 @@ FOREIGN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 
 
 def in_float64(self: Any, x: Tensor) -> Tensor:
-    """Do what the RMS norms of transformers do, but for their float32."""
+    """Compute the RMS norms of transformers without their conversion to float32."""
     eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
     gain = 1.0 + self.weight if isinstance(self, modeling_t5gemma.T5GemmaRMSNorm) else self.weight
     return gain * F.rms_norm(x, x.shape[-1:], eps=eps)
@@ -79,7 +78,7 @@ def wide_norms_and_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wide_angles(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn by the original's own frequencies, at angles in float64."""
+    """Compute angles in float64 from the frequencies of the original."""
     angles = positions.double()[..., None] * rotary.inv_freq.double()
     both = torch.cat((angles, angles), -1)
     return both.cos(), both.sin()
@@ -131,7 +130,7 @@ def test_attention_equals_that_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("heads", [4, 8, 6, 12])
 def test_alibi_equals_that_of_bloom(heads: int) -> None:
-    """Whose own bias is another number for each row, which no softmax sees."""
+    """Bloom's own bias differs by a number for each row, which softmax cancels."""
     config = tiny.config(decoder={"num_heads": heads, "d_k": 4, "d_v": 4})
     config = replace(config, d_model=4 * heads)
     ours = attention(config)
@@ -161,14 +160,8 @@ def test_alibi_of_an_encoder_falls_to_both_sides() -> None:
 
 
 def gemma(**changes: Any) -> Any:
-    side = {
-        **SIZES,
-        "num_hidden_layers": 2,
-        "query_pre_attn_scalar": 12,
-        "sliding_window": 64,
-        "bos_token_id": 1,
-        **changes,
-    }
+    side = {**SIZES, "num_hidden_layers": 2, "query_pre_attn_scalar": 12, "sliding_window": 64, "bos_token_id": 1}
+    side |= changes
     config = T5GemmaConfig(
         encoder=side, decoder={**side, "num_hidden_layers": 3}, vocab_size=31, tie_word_embeddings=False,
         attn_implementation="eager",
@@ -197,7 +190,7 @@ def test_equals_t5gemma() -> None:
 
 
 class ByHand:
-    """A model of today in PyTorch's own functions, its rotary positions as complex numbers."""
+    """A recent model in PyTorch's own functions, with rotary positions as complex numbers."""
 
     def __init__(self, state: dict[str, Tensor], *, base: float, dim: int) -> None:
         self.state, self.base, self.dim = state, base, dim
@@ -243,7 +236,7 @@ class ByHand:
 
 @pytest.mark.parametrize(("base", "dim"), [(10000.0, 8), (500.0, 4)])
 def test_equals_a_model_by_hand(base: float, dim: int) -> None:
-    """Whose queries and keys are turned in cross-attention too, as where one class of attention serves for both."""
+    """Queries and keys of cross-attention are rotated too."""
     side = {"norm_place": "pre", "final_norm": True, "num_kv_heads": 2}
     plain = replace(tiny.VARIANTS["modern"], qk_norm="none", logit_softcap=0.0, rotary_base=base, rotary_dim=dim)
     config = replace(plain, encoder=tiny.config(encoder=side).encoder, decoder=tiny.config(decoder=side).decoder)
@@ -257,14 +250,13 @@ def test_equals_a_model_by_hand(base: float, dim: int) -> None:
 
 
 def test_relu_squared_and_shared_heads_of_an_encoder() -> None:
-    """What neither of the models above has."""
     config = tiny.config(encoder={"num_kv_heads": 1, "layers": 1}, activation="relu2", attention_bias=False)
     model, batch = tiny.model(config), tiny.batch()
     block = model.enc.blocks[0]
     x = torch.randn(27, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(block.ffn(x), block.ffn.fc2(F.relu(block.ffn.fc1(x)) ** 2))
-        found = block.self(x, PaddedSource(batch.source_mask), 0)
+        found = block.self(x, Source(batch.source_mask), 0)
         query, key, value = (
             part(x).view(3, 9, -1, 8).transpose(1, 2) for part in (block.self.q, block.self.k, block.self.v)
         )

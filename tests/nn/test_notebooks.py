@@ -1,7 +1,7 @@
-"""Presets of notebooks, at small sizes, reproduce what the notebooks' own modules computed.
+"""Presets of notebooks, at small sizes, reproduce the outputs of the notebooks' own modules.
 
-The recorded outputs lie outside the repository; without them these tests skip.
-A record is a state dict and, from the original eager module in float64, inputs and logits.
+The recorded outputs are outside the repository; without them these tests skip. A record is a state dict and, from the
+original eager module in float64, inputs and logits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def shrunk(name: str, state: dict[str, Tensor], *, num_heads: int) -> Transforme
         "d_k": state["enc.layers.0.self.k.weight"].shape[0] // num_heads,
         "d_v": state["enc.layers.0.self.v.weight"].shape[0] // num_heads,
     }
-    scaled = config.embedding_scale != 1
     return replace(
         config,
         d_model=d_model,
@@ -54,48 +53,44 @@ def shrunk(name: str, state: dict[str, Tensor], *, num_heads: int) -> Transforme
         max_target_length=state["dec.pos"].shape[0],
         encoder=replace(config.encoder, **sizes),
         decoder=replace(config.decoder, **sizes),
-        embedding_scale=math.sqrt(d_model) if scaled else 1.0,
+        embedding_scale=1.0 if config.embedding_scale == 1 else math.sqrt(d_model),
     )
 
 
 @pytest.mark.skipif(not RECORDS.is_dir(), reason="recorded outputs of the notebooks are not here")
 @pytest.mark.parametrize(
-    ("name", "record", "layout"),
-    [("notebook-001", "hkproj_2023_05", "hkproj"), ("notebook-003", "lazyprogrammer", "lazyprogrammer")],
+    ("example", "name", "record", "layout"),
+    [
+        (Notebook001, "notebook-001", "hkproj_2023_05", "hkproj"),
+        (Notebook003, "notebook-003", "lazyprogrammer", "lazyprogrammer"),
+    ],
 )
-def test_equals_recorded_output(name: str, record: str, layout: str) -> None:
-    """The layout gives the canonical names; the preset gives the switches."""
-    reference = load_file(RECORDS / f"{record}.golden.safetensors")
+def test_equals_recorded_output(example: type[nn.Module], name: str, record: str, layout: str) -> None:
+    """The example model and the preset; the layout gives the canonical names, the preset gives the switches."""
+    reference, tensors = (
+        load_file(RECORDS / f"{record}.golden.safetensors"),
+        load_file(RECORDS / f"{record}.safetensors"),
+    )
     with safe_open(RECORDS / f"{record}.golden.safetensors", "pt") as file:
         notes = file.metadata()
-    heads, named = int(notes["heads"]), builtin_layouts()[layout]
-    tokens = {f"tokens.{token}": 0 for token in ("pad", "start", "eos") if token not in named.tokens}
-    applied = apply_layout(named, load_file(RECORDS / f"{record}.safetensors"), heads=heads, settings=tokens)
-    state = applied.model().state_dict()
-    model = Transformer(shrunk(name, state, num_heads=heads)).double().eval()
-    model.load_state_dict(state)
-    with torch.no_grad():
-        output = model(reference["source_ids"], reference["source_keep"], reference["target_ids"])
-    if notes["outputs"] == "log_probs":
-        output = output.log_softmax(-1)
+    heads, names = int(notes["heads"]), builtin_layouts()[layout]
+    tokens = {f"tokens.{token}": 0 for token in ("pad", "start", "eos") if token not in names.tokens}
+    state = apply_layout(names, tensors, heads=heads, settings=tokens).model().state_dict()
     expected, keep = reference["logits"], reference["target_keep"]
-    assert (output - expected)[keep].abs().max() < TOLERANCE * expected[keep].abs().max()
-
-
-@pytest.mark.skipif(not RECORDS.is_dir(), reason="recorded outputs of the notebooks are not here")
-@pytest.mark.parametrize(("model", "record"), [(Notebook001, "hkproj_2023_05"), (Notebook003, "lazyprogrammer")])
-def test_the_example_models_are_those_that_were_recorded(model: type[nn.Module], record: str) -> None:
-    example = model().eval()
-    example.load_state_dict(load_file(RECORDS / f"{record}.safetensors"))
-    recorded = load_file(RECORDS / f"{record}.golden.safetensors")
-    with torch.no_grad():
-        output = example.double()(recorded["source_ids"], recorded["source_keep"], recorded["target_ids"])
-    expected, keep = recorded["logits"], recorded["target_keep"]
-    assert (output - expected)[keep].abs().max() < TOLERANCE * expected[keep].abs().max()
+    for model, parameters in (
+        (example(), tensors),
+        (Transformer(shrunk(name, state, num_heads=heads)).double(), state),
+    ):
+        model.eval().load_state_dict(parameters)
+        with torch.no_grad():
+            output = model.double()(reference["source_ids"], reference["source_keep"], reference["target_ids"])
+        if notes["outputs"] == "log_probs" and isinstance(model, Transformer):
+            output = output.log_softmax(-1)
+        assert (output - expected)[keep].abs().max() < TOLERANCE * expected[keep].abs().max()
 
 
 def test_norm_of_notebook_000() -> None:
-    """It adds eps behind the division; as `std` with eps 0, the bias grows by gain · eps."""
+    """It adds eps after the division; as `std` with eps 0, the bias grows by gain · eps."""
     eps, x = 1e-5, torch.randn(4, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     config = preset("notebook-000")
     norm = LayerNorm(replace(tiny.config(), norm=config.norm, norm_eps=config.norm_eps)).double()

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tfexport.errors import ConfigError
-from tfexport.nn.cache import ConcatCache
+from tfexport.nn.cache import ConcatCache, Cross, Source
 from tfexport.nn.presets import build_preset, preset
-from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 
 # Built in a moment; the others have the same code path and half a gigabyte of weights.
@@ -78,7 +77,7 @@ def test_greedy_decoding_is_not_degenerate(name: str) -> None:
     tokens = model.config.tokens
     source_ids = torch.randint(4, model.config.source_vocab, (4, 10), generator=torch.Generator().manual_seed(0))
     source_mask = torch.arange(10)[None] < torch.tensor([10, 7, 4, 1])[:, None]
-    cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+    cross = Cross(model.encode(source_ids, Source(source_mask)), source_mask)
     ids = torch.full((4, 1), tokens.start)
     cache, decoded = model.empty_cache(ids), []
     for _ in range(16):

@@ -1,4 +1,4 @@
-"""The canonical model computes what PyTorch's and Hugging Face's transformers compute, with the same weights."""
+"""The canonical model equals PyTorch's and Hugging Face's transformers with the same weights."""
 
 from __future__ import annotations
 
@@ -30,23 +30,10 @@ from tfexport.nn.transformer import Transformer
 TOLERANCE = 1e-9
 
 SIZES: dict[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 40,
-    "max_position_embeddings": 20,
-}
-T5_SIZES: dict[str, Any] = {
-    "d_model": 32,
-    "d_kv": 12,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "num_heads": 4,
-}
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "max_position_embeddings": 20,
+}  # fmt: skip
+T5_SIZES = {"d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
 
 
 def assert_same(ours: Transformer, theirs: Any, batch: Batch) -> None:
@@ -95,7 +82,7 @@ def test_equals_bart() -> None:
 
 
 def t5(version: Literal["v1.0", "v1.1"], **settings: Any) -> Any:
-    settings = {"vocab_size": VOCAB, "decoder_start_token_id": 0, **T5_SIZES, **settings}
+    settings |= {"vocab_size": VOCAB, "decoder_start_token_id": 0, **T5_SIZES}
     if version == "v1.0":
         return randomised(T5ForConditionalGeneration(T5Config(**settings)))
     config = T5Config(feed_forward_proj="gated-gelu", tie_word_embeddings=False, **settings)
@@ -110,7 +97,7 @@ def t5(version: Literal["v1.0", "v1.1"], **settings: Any) -> Any:
 def test_equals_t5_in_float64_throughout(
     version: Literal["v1.0", "v1.1"], buckets: int, max_distance: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With T5's norm in float64 nothing remains, over distances beyond the last bucket too."""
+    """With T5's norm in float64, also at distances beyond the last bucket."""
 
     def root_mean_square_norm(self: T5LayerNorm, x: Tensor) -> Tensor:
         return self.weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)

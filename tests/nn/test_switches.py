@@ -1,4 +1,4 @@
-"""Every switch and bias flag of the configuration changes what the model computes, and each stands in one table."""
+"""Every switch and bias flag of the configuration changes the model's outputs, and each is in one table."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from tfexport.errors import ConfigError
 from tfexport.nn.config import StackConfig, TransformerConfig, model_spec
 from tfexport.nn.switches import SWITCHES
 
-BASE = VARIANTS["post"]
-T5 = VARIANTS["t5"]
-TURNED = replace(BASE, positions="rotary")
+BASE, PRE, T5 = VARIANTS["post"], VARIANTS["pre-std"], VARIANTS["t5"]
+ROTARY = replace(BASE, positions="rotary")
 
 CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "encoder.norm_place": (BASE, {"encoder": replace(BASE.encoder, norm_place="pre")}),
@@ -40,22 +39,19 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "relative_max_distance": (T5, {"relative_max_distance": 5}),
     "encoder.residual_scale": (BASE, {"encoder": replace(BASE.encoder, residual_scale=0.9)}),
     "decoder.residual_scale": (BASE, {"decoder": replace(BASE.encoder, residual_scale=0.9)}),
-    "residual_scale of pre-norm": (
-        VARIANTS["pre-std"],
-        {"encoder": replace(VARIANTS["pre-std"].encoder, residual_scale=0.9)},
-    ),
+    "residual_scale of pre-norm": (PRE, {"encoder": replace(PRE.encoder, residual_scale=0.9)}),
     "positions": (BASE, {"positions": "none"}),
     "positions rotary": (replace(BASE, positions="none"), {"positions": "rotary"}),
-    "rotary_base": (TURNED, {"rotary_base": 500.0}),
-    "rotary_dim": (TURNED, {"rotary_dim": 4}),
-    "rotary_pairs": (TURNED, {"rotary_pairs": "interleaved"}),
-    "rotary_cross": (TURNED, {"rotary_cross": True}),
+    "rotary_base": (ROTARY, {"rotary_base": 500.0}),
+    "rotary_dim": (ROTARY, {"rotary_dim": 4}),
+    "rotary_pairs": (ROTARY, {"rotary_pairs": "interleaved"}),
+    "rotary_cross": (ROTARY, {"rotary_cross": True}),
     "qk_norm head": (BASE, {"qk_norm": "head"}),
     "qk_norm all": (replace(BASE, qk_norm="head"), {"qk_norm": "all"}),
     "attention_softcap": (BASE, {"attention_softcap": 5.0}),
     "logit_softcap": (BASE, {"logit_softcap": 5.0}),
     "relative_bias alibi": (BASE, {"relative_bias": "alibi"}),
-    "sandwich": (VARIANTS["pre-std"], {"encoder": replace(VARIANTS["pre-std"].encoder, norm_place="sandwich")}),
+    "sandwich": (PRE, {"encoder": replace(PRE.encoder, norm_place="sandwich")}),
     "activation relu2": (BASE, {"activation": "relu2"}),
     "embedding_scale": (BASE, {"embedding_scale": 1.1}),
     "attention_scale": (BASE, {"attention_scale": 1.0}),
@@ -71,23 +67,18 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
 }
 
 
-def test_every_switch_of_the_table_is_tried_below() -> None:
+def test_every_switch_has_a_field_and_is_tried_below() -> None:
     tried = {name for _, change in CHANGES.values() for name in change} | {name.rpartition(".")[2] for name in CHANGES}
     assert tried >= set(SWITCHES)
+    for name, switch in SWITCHES.items():
+        kind = StackConfig if switch.per_side else TransformerConfig
+        (default,) = (field.default for field in fields(kind) if field.name == name)
+        if switch.default is not None and not switch.per_side:
+            is_arithmetic = isinstance(switch.default, str) and switch.values in (int, float)
+            assert default == (None if is_arithmetic else switch.default)
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_the_configuration_has_the_field_of_the_switch(name: str) -> None:
-    """Under the same name, of a side or of the whole, and with the same default."""
-    switch = SWITCHES[name]
-    defaults = {field.name: field.default for field in fields(StackConfig if switch.per_side else TransformerConfig)}
-    assert name in defaults
-    if switch.default is not None and not switch.per_side:
-        is_arithmetic = isinstance(switch.default, str) and switch.values in (int, float)
-        assert defaults[name] == (None if is_arithmetic else switch.default)
-
-
-def test_a_configuration_tells_all_its_switches() -> None:
+def test_a_configuration_returns_all_its_switches() -> None:
     found = replace(BASE, decoder=replace(BASE.encoder, norm_place="pre")).switches()
     assert {name.removeprefix("enc.").removeprefix("dec.") for name in found} == set(SWITCHES)
     assert (found["enc.norm_place"], found["dec.norm_place"], found["norm"]) == ("post", "pre", "layernorm")
@@ -95,8 +86,8 @@ def test_a_configuration_tells_all_its_switches() -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_is_not_dead(name: str) -> None:
-    """Equal parameters, one setting changed: the logits differ by far more than float64 noise."""
+def test_each_setting_changes_the_logits(name: str) -> None:
+    """Parameters are equal, and the difference is far above float64 noise."""
     base, change = CHANGES[name]
     batch = tiny.batch()
     with torch.no_grad():
@@ -104,18 +95,16 @@ def test_is_not_dead(name: str) -> None:
     assert (before - after).abs().max() > 1e-6 * before.abs().max()
 
 
-def test_an_encoder_alone_has_only_an_encoder() -> None:
-    model = tiny.model(tiny.ENCODER_ALONE)
+def test_an_encoder_only_model_has_no_other_parameters() -> None:
+    model, (source_ids, source_mask, _) = tiny.model(tiny.ENCODER_ALONE), tiny.batch()
     assert not [name for name, _ in model.named_parameters() if not name.startswith("enc.")]
-    source_ids, source_mask, _ = tiny.batch()
     with torch.no_grad():
-        assert torch.equal(
-            model.hidden_states(source_ids, source_mask), tiny.model(BASE).hidden_states(source_ids, source_mask)
-        )
+        expected = tiny.model(BASE).hidden_states(source_ids, source_mask)
+        assert torch.equal(model.hidden_states(source_ids, source_mask), expected)
 
 
-def test_files_from_before_a_switch_read_as_they_did() -> None:
-    """Configurations and specifications that say nothing of heads that are shared, or of what acts on scores."""
+def test_files_without_newer_switches_are_read_as_before() -> None:
+    """Configurations and specifications without grouped heads, rotary positions and soft caps."""
     config = BASE.to_dict()
     for name in ("qk_norm", "rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross"):
         del config[name]
@@ -140,16 +129,12 @@ def test_files_from_before_a_switch_read_as_they_did() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (
-            {"positions": "rotary", "rotary_dim": 3},
-            "rotary_dim is 3, expected an even number up to d_k 8 of the encoder",
-        ),
+        ({"positions": "rotary", "rotary_dim": 3}, "rotary_dim is 3, expected an even number up to d_k 8 of the en"),
         ({"positions": "rotary", "rotary_base": 0.0}, "rotary_base is 0.0, expected above 0"),
         ({"attention_softcap": -1.0}, "attention_softcap is -1.0, expected 0 or more"),
         ({"logit_softcap": -1.0}, "logit_softcap is -1.0, expected 0 or more"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_invalid_settings_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         replace(BASE, **changes)
-    assert problem in str(caught.value)

@@ -14,7 +14,7 @@ from tfexport.nn.transformer import Transformer
 
 
 def loss_of(model: Transformer, source_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of labels that are shifted right, behind the start token, to be the decoder's input."""
+    """Return the cross-entropy; the decoder's inputs are the labels, shifted right after the start token."""
     tokens = model.config.tokens
     target_ids = labels.roll(1, 1)
     target_ids[:, 0] = tokens.start
@@ -40,12 +40,10 @@ def test_dropout_acts_in_each_place(place: str) -> None:
     block = model.enc.blocks[0]
     with torch.no_grad():
         before = model(*batch)
-        if place == "attention":
-            model.attention_dropout = 0.5
-        else:
-            {"embedding": model.enc.dropout, "residual": block.dropout, "feed-forward": block.ffn.dropout}[
-                place
-            ].p = 0.5
+        model.attention_dropout = 0.5 if place == "attention" else 0.0
+        layers = {"embedding": model.enc.dropout, "residual": block.dropout, "feed-forward": block.ffn.dropout}
+        for name, layer in layers.items():
+            layer.p = 0.5 if place == name else 0.0
         assert not torch.allclose(model(*batch), before)
 
 

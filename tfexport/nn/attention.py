@@ -17,6 +17,10 @@ class MultiHeadAttention(nn.Module):
 
     See "Attention is all you need", §3.2.2. Tokens share one axis, [rows · len, d_model], so every projection is one
     matrix product. The cache given to each call stores keys and values and computes the attention.
+
+    `d_k` and `d_v` are the widths of one head. `scale` None means 1/sqrt(d_k), `num_kv_heads` None means `num_heads`,
+    and `softcap` 0 means no limit of the scores. `norms` are those of queries and keys; `qk_norm` selects whether they
+    apply to each head or to all heads together.
     """
 
     def __init__(
@@ -33,12 +37,6 @@ class MultiHeadAttention(nn.Module):
         qk_norm: QkNorm = "none",
         norms: tuple[LayerNorm, LayerNorm] | None = None,
     ) -> None:
-        """Create the four projections; `d_k` and `d_v` are the widths of one head.
-
-        `scale` None means 1/sqrt(d_k), `num_kv_heads` None means `num_heads`, and `softcap` 0 means no limit of the
-        scores. `norms` are those of queries and keys; `qk_norm` selects whether they apply to each head or to all heads
-        together.
-        """
         super().__init__()
         kv_heads = num_kv_heads or num_heads
         self.num_heads, self.num_kv_heads, self.softcap, self.qk_norm = num_heads, kv_heads, softcap, qk_norm
@@ -51,18 +49,9 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = norms[1] if norms else None
 
     def forward(
-        self,
-        x: Tensor,
-        cache: SelfAttention,
-        layer: int,
-        bias: Tensor | None = None,
-        rotation: Rotation | None = None,
+        self, x: Tensor, cache: SelfAttention, layer: int, bias: Tensor | None = None, rotation: Rotation | None = None
     ) -> Tensor:
-        """Attend from the tokens of `x` to themselves and to earlier tokens.
-
-        `x` is [rows · len, d_model], like the result. `cache` stores the new keys and values. `bias` [rows or 1, heads,
-        len, keys] is added to the scores.
-        """
+        """Attend from tokens `x` [rows · len, d_model] to themselves and earlier tokens."""
         query, key = self._query(x, rotation), self._key(x, rotation)
         value = _heads(self.v(x), self.num_kv_heads)
         return self.o(cache.attend(layer, query, key, value, bias, scale=self.scale, softcap=self.softcap))  # type: ignore[no-any-return]
@@ -78,13 +67,12 @@ class MultiHeadAttention(nn.Module):
         return KeyValue(split_rows(self._key(x, rotation), batch), split_rows(value, batch))
 
     def _query(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        return self._placed(self.q(x), self.q_norm, self.num_heads, rotation)
+        return self._normalized(self.q(x), self.q_norm, self.num_heads, rotation)
 
     def _key(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        return self._placed(self.k(x), self.k_norm, self.num_kv_heads, rotation)
+        return self._normalized(self.k(x), self.k_norm, self.num_kv_heads, rotation)
 
-    def _placed(self, x: Tensor, norm: LayerNorm | None, heads: int, rotation: Rotation | None) -> Tensor:
-        """Normalize queries or keys, per head or over all heads, and rotate them."""
+    def _normalized(self, x: Tensor, norm: LayerNorm | None, heads: int, rotation: Rotation | None) -> Tensor:
         if norm is not None and self.qk_norm == "all":
             x = norm(x)
         x = _heads(x, heads)

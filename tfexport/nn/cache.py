@@ -1,8 +1,8 @@
 """Define attention and the caches of the decoder.
 
 A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. The decoder
-variants in `tfexport.export.decoders` are subclasses. New tokens share one axis, [rows ·
-target_len, heads, head_dim]; stored keys and values have the heads first.
+variants in `tfexport.export.decoders` are subclasses. New tokens share one axis, [rows · target_len, heads, head_dim];
+stored keys and values have the heads first.
 
 If there are fewer key heads than query heads, adjacent query heads share a key head (arXiv:2305.13245), which is
 repeated for them. TensorRT fuses attention with repeated keys, but not attention with regrouped queries.
@@ -23,12 +23,7 @@ MASK_FILL = -1e4
 
 @dataclass(frozen=True)
 class KeyValue:
-    """Keys and values of one attention.
-
-    Attributes:
-        key: [rows, kv_heads, len, head_dim].
-        value: [rows, kv_heads, len, value_dim].
-    """
+    """Keys and values of one attention, [rows, kv_heads, len, head_dim or value_dim]."""
 
     key: Tensor
     value: Tensor
@@ -69,64 +64,51 @@ class SelfAttention:
             value: [rows · len, kv_heads, value_dim].
             bias: added to the scores, [rows or 1, heads, len, keys].
             scale: factor on the scores.
-            softcap: limit of the scores, see `dot_product_attention`; 0 for no limit.
+            softcap: limit of the scores, see `dot_product_attention`.
 
         Returns:
             The context of every new token, with its heads concatenated, [rows · len, heads · value_dim].
         """
         query, key, value = (split_rows(part, self.rows) for part in (query, key, value))
-        kept = self.update(layer, KeyValue(key, value))
-        return merge_rows(self._context(query, kept, bias, scale, softcap))
+        stored = self.update(layer, KeyValue(key, value))
+        mask = self.mask if self.mask.dim() == 4 else self.mask[:, None, None, :]
+        return merge_rows(
+            dot_product_attention(
+                query, stored.key, stored.value, mask, bias, scale=scale, softcap=softcap, dropout=self.dropout
+            )
+        )
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
         """Store new keys and values [rows, kv_heads, len, …]; return all that are stored."""
         return new
 
-    def _context(self, query: Tensor, kept: KeyValue, bias: Tensor | None, scale: float, softcap: float) -> Tensor:
-        mask = self.mask if self.mask.dim() == 4 else self.mask[:, None, None, :]
-        return dot_product_attention(
-            query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap, dropout=self.dropout
-        )
-
 
 class Source(SelfAttention):
-    """Self-attention of an encoder: all source tokens at once, without padding."""
+    """Self-attention of an encoder; `mask` is bool [batch, source_len]."""
 
     def __init__(self, mask: Tensor, *, dropout: float = 0.0) -> None:
-        """Set the mask, bool [batch, source_len], True = token."""
         self.mask, self.rows, self.dropout = mask, mask.shape[0], dropout
 
 
 class Cross:
-    """Cross-attention of a decoder; keys and values are computed once.
+    """Cross-attention of a decoder to keys and values that are computed once.
 
-    Attributes:
-        key_values: of each decoder layer, [batch, kv_heads, source_len, …].
-        mask: bool [batch, source_len], True = token.
+    `key_values` of each decoder layer are [batch, kv_heads, source_len, …]; `mask` is bool [batch, source_len].
     """
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor, *, dropout: float = 0.0) -> None:
-        """Create it from an encoder's result and the mask of its source."""
         self.key_values, self.mask, self._dropout = key_values, mask, dropout
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Attend from new target tokens to the source.
+        """Attend to the source; `query` is [rows · target_len, heads, head_dim].
 
-        Args:
-            layer: from 0.
-            query: [rows · target_len, heads, head_dim]; rows is a multiple of the number of sources, and the rows of
-                one source are adjacent.
-            scale: see `SelfAttention.attend`.
-            softcap: see `SelfAttention.attend`.
-
-        Returns:
-            The context of every token, with its heads concatenated, [rows · target_len, heads · value_dim].
+        The rows of one source are adjacent. The result is [rows · target_len, heads · value_dim].
         """
-        kept, mask = self.key_values[layer], self.mask[:, None, None, :]
+        stored, mask = self.key_values[layer], self.mask[:, None, None, :]
         query = split_rows(query, self.mask.shape[0])  # the rows of a source become query positions
         return merge_rows(
             dot_product_attention(
-                query, kept.key, kept.value, mask, scale=scale, softcap=softcap, dropout=self._dropout
+                query, stored.key, stored.value, mask, scale=scale, softcap=softcap, dropout=self._dropout
             )
         )
 
@@ -149,15 +131,9 @@ class Cache(SelfAttention):
 
 
 class ConcatCache(Cache):
-    """A cache that concatenates the past and the new tokens.
-
-    Attributes:
-        past: one `KeyValue` per layer of length past_len, which may be 0.
-        present: filled by `attend`, length past_len + target_len.
-    """
+    """A cache that concatenates the `past` and the new tokens to `present`."""
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, *, dropout: float = 0.0) -> None:
-        """Begin a pass of the new tokens `target_ids`, int64 [rows, target_len]."""
         self.past, self.dropout = list(past), dropout
         self.present: list[KeyValue] = []
         past_len = past[0].key.shape[2]
@@ -165,7 +141,7 @@ class ConcatCache(Cache):
         self._begin(target_ids.shape[0], torch.arange(past_len, key_len, device=target_ids.device)[None], key_len)
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Append new keys and values [rows, kv_heads, target_len, …]; return all."""
+        """See `SelfAttention.update`."""
         past = self.past[layer]
         self.present.append(KeyValue(torch.cat((past.key, new.key), 2), torch.cat((past.value, new.value), 2)))
         return self.present[-1]
@@ -174,32 +150,23 @@ class ConcatCache(Cache):
 class RowCache(Cache):
     """Buffers of fixed capacity, written in place at each row's own position.
 
-    The static decoder graph works in the same way.
-
     Attributes:
         buffers: one `KeyValue` per layer, [rows, kv_heads, capacity, …]. Values after a row's tokens have weight 0 and
             may be any finite number; fill new buffers with 0, because 0 · NaN is NaN.
-        key_len: tokens of the longest row after the pass; later values are not read.
     """
 
     def __init__(self, buffers: Sequence[KeyValue], target_ids: Tensor, lengths: Tensor) -> None:
-        """Begin a pass.
-
-        Args:
-            buffers: of every layer; changed in place.
-            target_ids: the new tokens, int64 [rows, target_len].
-            lengths: tokens in each row's cache, int64 [rows]; lengths + target_len is at most the capacity.
-        """
+        """Begin a pass; `lengths`, int64 [rows], counts the cached tokens of each row."""
         self.buffers = buffers
         positions = lengths[:, None] + torch.arange(target_ids.shape[1], device=lengths.device)
         self._begin(len(lengths), positions, int(positions.max()) + 1)
-        self._places = torch.arange(self.rows, device=lengths.device)[:, None]
+        self._rows = torch.arange(self.rows, device=lengths.device)[:, None]
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Write new keys and values [rows, kv_heads, target_len, …]; return views of all."""
+        """Write new keys and values; return views of all that are stored."""
         buffer = self.buffers[layer]
-        for kept, added in ((buffer.key, new.key), (buffer.value, new.value)):
-            kept[self._places, :, self.positions] = added.transpose(1, 2)
+        for stored, added in ((buffer.key, new.key), (buffer.value, new.value)):
+            stored[self._rows, :, self.positions] = added.transpose(1, 2)
         return KeyValue(buffer.key[:, :, : self.key_len], buffer.value[:, :, : self.key_len])
 
 
@@ -226,20 +193,10 @@ def dot_product_attention(
 ) -> Tensor:
     """Compute softmax(QKᵀ · scale + bias) V, with the softmax in float32 or wider.
 
-    See "Attention is all you need", §3.2.1.
-
-    Args:
-        query: [rows, heads, target_len, head_dim].
-        key: [rows, kv_heads, len, head_dim]; kv_heads divides heads.
-        value: [rows, kv_heads, len, value_dim].
-        mask: bool, True = attend, broadcast to [rows, heads, target_len, len].
-        bias: added to the scores, broadcast in the same way.
-        scale: factor on the scores.
-        softcap: limit of the scores: softcap · tanh(scores / softcap), before the bias; 0 for no limit.
-        dropout: probability of dropping a weight.
-
-    Returns:
-        [rows, heads, target_len, value_dim].
+    See "Attention is all you need", §3.2.1. `query` is [rows, heads, target_len, head_dim], and `key` and `value` are
+    [rows, kv_heads, len, …]; kv_heads divides heads. `mask` (bool, True = attend) and `bias` are broadcast to [rows,
+    heads, target_len, len]. `softcap` limits the scores to softcap · tanh(scores / softcap) before the bias; 0 for no
+    limit. The result is [rows, heads, target_len, value_dim].
     """
     weights = attention_weights(query, key, mask, bias, scale=scale, softcap=softcap)
     weights = F.dropout(weights, dropout, training=dropout > 0)
@@ -249,11 +206,7 @@ def dot_product_attention(
 def attention_weights(
     query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None = None, *, scale: float, softcap: float = 0.0
 ) -> Tensor:
-    """Compute softmax(QKᵀ · scale + bias), as `dot_product_attention` does.
-
-    Returns:
-        float32 or wider, [rows, heads, target_len, len].
-    """
+    """Compute the weights of `dot_product_attention`, float32 or wider."""
     scores = (query * scale) @ _repeated(key, query.shape[1]).transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap:

@@ -41,12 +41,10 @@ class StackConfig(Config, subject="stack"):
     num_kv_heads: Heads | None = None
     residual_scale: float = 1.0
 
-    def _problems(self) -> list[str]:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
             shared = f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads {self.num_heads}"
-            problems.append(f"{shared}; change one of them")
-        return problems
+            yield f"{shared}; change one of them"
 
 
 class TransformerConfig(Config, subject="model"):
@@ -104,22 +102,18 @@ class TransformerConfig(Config, subject="model"):
         sides = {side: {**scale, **data[side]} for side in ("encoder", "decoder") if isinstance(data.get(side), dict)}
         return {name: value for name, value in data.items() if name != "residual_scale"} | sides
 
-    def _problems(self) -> list[str]:
-        return [*self._size_problems(), *self._decoder_problems()]
-
-    def _size_problems(self) -> list[str]:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         for side, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
             if stack and self.d_model % stack.num_heads and not (stack.d_k and stack.d_v):
-                problems.append(
+                yield (
                     f"{side}.num_heads is {stack.num_heads}, which does not divide d_model {self.d_model}; "
                     f"change one of them or give {side}.d_k and {side}.d_v"
                 )
         if self.relative_bias != "none" and not 4 <= self.relative_buckets <= MAX_SIZE:
-            problems.append(f"relative_buckets is {shortened(self.relative_buckets)}, expected 4 to {MAX_SIZE}")
+            yield f"relative_buckets is {shortened(self.relative_buckets)}, expected 4 to {MAX_SIZE}"
         if self.positions == "rotary":
-            problems += self._rotary_problems()
-        return problems
+            yield from self._rotary_problems()
+        yield from self._decoder_problems()
 
     def _rotary_problems(self) -> Iterator[str]:
         if self.rotary_base <= 0:
@@ -130,30 +124,25 @@ class TransformerConfig(Config, subject="model"):
             if dim % 2 or dim > width:
                 yield f"rotary_dim is {dim}, expected an even number up to d_k {width} of the {side}"
 
-    def _decoder_problems(self) -> list[str]:
-        problems: list[str] = []
-        vocabularies = [("source_vocab", self.source_vocab)]
-        if self.decoder is None:
-            needless = [name for name in ("target_vocab", "max_target_length") if getattr(self, name) is not None]
-            problems += [f"{name} is given but decoder is null; leave it out" for name in needless]
-            if self.tie_embeddings or self.tie_output:
-                problems.append("tie_embeddings and tie_output need a decoder; set both to false")
-        else:
-            missing = [name for name in ("target_vocab", "max_target_length") if getattr(self, name) is None]
-            problems += [f"missing key {name}, needed with a decoder" for name in missing]
-            if self.target_vocab is not None:
-                vocabularies.append(("target_vocab", self.target_vocab))
-                if self.tie_embeddings and self.source_vocab != self.target_vocab:
-                    problems.append(
-                        f"tie_embeddings needs equal vocabularies, got source_vocab {self.source_vocab} "
-                        f"and target_vocab {self.target_vocab}"
-                    )
-        source_side = ("pad", "unk")
+    def _decoder_problems(self) -> Iterator[str]:
+        has_decoder = self.decoder is not None
+        for name in ("target_vocab", "max_target_length"):
+            if has_decoder and getattr(self, name) is None:
+                yield f"missing key {name}, needed with a decoder"
+            elif not has_decoder and getattr(self, name) is not None:
+                yield f"{name} is given but decoder is null; leave it out"
+        if not has_decoder and (self.tie_embeddings or self.tie_output):
+            yield "tie_embeddings and tie_output need a decoder; set both to false"
+        elif self.tie_embeddings and self.target_vocab not in (None, self.source_vocab):
+            yield (
+                f"tie_embeddings needs equal vocabularies, got source_vocab {self.source_vocab} "
+                f"and target_vocab {self.target_vocab}"
+            )
         for name, token in dataclasses.asdict(self.tokens).items():
-            vocabulary, size = vocabularies[0] if name in source_side else vocabularies[-1]
-            if token is not None and token >= size:
-                problems.append(f"tokens.{name} is {token}, expected below {vocabulary} {size}")
-        return problems
+            is_source = name in ("pad", "unk") or not has_decoder or self.target_vocab is None
+            vocabulary = "source_vocab" if is_source else "target_vocab"
+            if token is not None and token >= getattr(self, vocabulary):
+                yield f"tokens.{name} is {token}, expected below {vocabulary} {getattr(self, vocabulary)}"
 
     def switches(self) -> dict[str, Value]:
         """Return the value of every switch; a side's switches are `enc.NAME`, `dec.NAME`."""
@@ -176,35 +165,35 @@ class TransformerConfig(Config, subject="model"):
         """Return the configuration of one side."""
         stack = self.encoder if side == "encoder" else self.decoder
         if stack is None:
-            raise ConfigError("model: this is an encoder alone and has no decoder")
+            raise ConfigError("model: this is an encoder-only model without a decoder")
         return stack
 
     def num_kv_heads(self, side: Side) -> int:
-        """Return the number of heads of keys and values of one side."""
+        """Return the number of key-value heads of one side."""
         return self.stack(side).num_kv_heads or self.stack(side).num_heads
 
     def d_k(self, side: Side) -> int:
-        """Return the width of one head's queries and keys on one side."""
+        """Return the width of one head's queries and keys."""
         return self.stack(side).d_k or self.d_model // self.stack(side).num_heads
 
     def d_v(self, side: Side) -> int:
-        """Return the width of one head's values on one side."""
+        """Return the width of one head's values."""
         return self.stack(side).d_v or self.d_model // self.stack(side).num_heads
 
 
 def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:
     """Derive the specification of a canonical transformer."""
-    shared = {
-        "d_model": config.d_model,
-        "source_vocab": config.source_vocab,
-        "max_source_length": config.max_source_length,
-        "tokens": config.tokens,
-        "precision": precision,
-    }
+    spec = ModelSpec(
+        d_model=config.d_model,
+        source_vocab=config.source_vocab,
+        max_source_length=config.max_source_length,
+        tokens=config.tokens,
+        precision=precision,
+    )
     if config.decoder is None:
-        return ModelSpec(**shared)  # type: ignore[arg-type]
-    return ModelSpec(
-        **shared,  # type: ignore[arg-type]
+        return spec
+    return dataclasses.replace(
+        spec,
         vocab=config.target_vocab or 0,
         layers=config.decoder.layers,
         heads=config.decoder.num_heads,

@@ -29,9 +29,8 @@ from tfexport._io.names import (
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.errors import CheckpointError, ConfigError, raise_all
 from tfexport.nn.config import TransformerConfig
-from tfexport.nn.meta import on_meta
 from tfexport.nn.stored import StoredTensor, read_header
-from tfexport.nn.transformer import Transformer
+from tfexport.nn.transformer import Transformer, on_meta
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -49,11 +48,8 @@ _FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, GENERATION, 
 def load_model(path: Path | str) -> Transformer:
     """Read a model directory, without unpickling anything.
 
-    Weights stored as float16, bfloat16 or float64 become float32. If a writer was killed while replacing the directory,
-    the previous one is restored.
-
-    Returns:
-        The model in eval mode, float32, on the CPU; it owns its memory.
+    Returns the model in eval mode, float32, on the CPU. If a writer was killed while replacing the directory, the
+    previous one is restored.
 
     Raises:
         CheckpointError: a file is missing, damaged or a pickle; or the weights do not fit the configuration (lists all
@@ -100,7 +96,9 @@ def save_model(
             recover(target)
             _check_free(target, path, force)
             with temporary(target) as folder:
-                _write(model, folder, tokenizer)
+                _write(model, folder)
+                if tokenizer is not None:
+                    shutil.copyfile(tokenizer, folder / TOKENIZER)
                 for name, content in (files or {}).items():
                     (folder / name).write_bytes(content)
                 publish(folder, target, lambda former: _check_free(former, path, force))
@@ -119,31 +117,23 @@ def check_free(path: Path | str, *, force: bool) -> None:
 
 
 def _check_free(folder: Path, path: Path | str, force: bool) -> None:
-    if not _is_there(folder) or (folder.is_dir() and not any(folder.iterdir())):
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        return
+    if folder.is_dir() and not any(folder.iterdir()):
         return
     if not force:
         raise CheckpointError(f"{path} exists and is not an empty directory; remove it or choose another name")
     try:
         TransformerConfig.from_dict(read_json(folder / CONFIG, CONFIG))
     except ConfigError as error:
-        raise CheckpointError(
-            f"{path} is no model directory, which alone is replaced; choose another name ({error})"
-        ) from error
-    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in _FILES or not entry.is_file())
-    if foreign:
+        problem = "is not a model directory, and --force replaces only model directories"
+        raise CheckpointError(f"{path} {problem}; choose another name ({error})") from error
+    if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in _FILES or not entry.is_file()):
         listed = ", ".join(map(repr, foreign[:10]))
-        raise CheckpointError(
-            f"{path} holds more than a model directory: {listed}; --force deletes only what belongs to one: "
-            "move that elsewhere, or choose another name"
-        )
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    return True
+        problem = f"has files that do not belong to a model directory: {listed}"
+        raise CheckpointError(f"{path} {problem}; move them elsewhere, or choose another name")
 
 
 def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, subject: str = MODEL_WEIGHTS) -> None:
@@ -152,10 +142,10 @@ def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, 
         expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     problems += [f"unexpected {name} {list(info.shape)}" for name, info in found.items() if name not in expected]
-    for name, shape in expected.items():
-        if name in found and found[name].shape != shape:
-            problems.append(f"{name} is {list(found[name].shape)}, expected {list(shape)}")
-        if name in found and found[name].dtype not in _DTYPES:
+    for name in [name for name in expected if name in found]:
+        if found[name].shape != expected[name]:
+            problems.append(f"{name} is {list(found[name].shape)}, expected {list(expected[name])}")
+        if found[name].dtype not in _DTYPES:
             problems.append(f"{name} is {found[name].dtype}, expected {', '.join(_DTYPES)}")
     raise_all(CheckpointError, f"{subject} does not fit {CONFIG}", _capped(problems))
 
@@ -181,11 +171,7 @@ def _check_files(directory: Path) -> None:
 
 
 def load_weights(path: Path, config: TransformerConfig) -> Transformer:
-    """Read a safetensors file with the canonical names into a model.
-
-    Returns:
-        The model in eval mode, float32, on the CPU.
-    """
+    """Read a safetensors file with the canonical names into a model, as `load_model`."""
     try:
         found = read_header(path)
     except CheckpointError as error:
@@ -194,24 +180,16 @@ def load_weights(path: Path, config: TransformerConfig) -> Transformer:
                 raise CheckpointError(f"{path} is {_PICKLE_REMEDY}") from error
         raise
     check_weights(found, config, str(path))
-    model = Transformer.unfilled(config)
-    with path.open("rb") as file:
-        _fill(model, found, file, path)
-    return model.eval()
-
-
-def _fill(model: Transformer, found: Mapping[str, StoredTensor], file: BinaryIO, path: Path) -> None:
-    not_finite = []
-    with torch.no_grad():
+    model, not_finite = Transformer.unfilled(config), list[str]()
+    with path.open("rb") as file, torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_tensor(found[name], file, path))
             if not parameter.isfinite().all():
                 not_finite.append(name)
     if not_finite:
-        raise CheckpointError(
-            f"{path} holds NaN or infinity, as float32, in {', '.join(_capped(not_finite))}; "
-            "take a checkpoint from before the training diverged"
-        )
+        problem = f"holds NaN or infinity, as float32, in {', '.join(_capped(not_finite))}"
+        raise CheckpointError(f"{path} {problem}; take a checkpoint from before the training diverged")
+    return model.eval()
 
 
 def _tensor(stored: StoredTensor, file: BinaryIO, path: Path) -> torch.Tensor:
@@ -223,12 +201,10 @@ def _tensor(stored: StoredTensor, file: BinaryIO, path: Path) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=_DTYPES[stored.dtype]).reshape(stored.shape)
 
 
-def _write(model: Transformer, folder: Path, tokenizer: Path | None) -> None:
+def _write(model: Transformer, folder: Path) -> None:
     config, weights = folder / CONFIG, folder / MODEL_WEIGHTS
     config.write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
     tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
     save_file(tensors, weights, metadata={"format": "pt"})
     # safetensors creates files that only their owner can read.
     weights.chmod(config.stat().st_mode & 0o777)
-    if tokenizer is not None:
-        shutil.copyfile(tokenizer, folder / TOKENIZER)

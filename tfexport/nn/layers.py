@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.nn.config import TransformerConfig
+from tfexport.nn.switches import Activation
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 class LayerNorm(nn.Module):
@@ -15,10 +26,11 @@ class LayerNorm(nn.Module):
     layernorm: (x - mean) / sqrt(biased variance + eps).
     std: (x - mean) / (unbiased standard deviation + eps).
     rms: x / sqrt(mean of squares + eps), no bias.
+
+    Gain `weight` and optional `bias` are [width]; a width of None means d_model.
     """
 
     def __init__(self, config: TransformerConfig, width: int | None = None) -> None:
-        """Create gain `weight` and optional `bias`, both [width]; None means d_model."""
         super().__init__()
         width = width or config.d_model
         self.kind, self.eps = config.norm, config.norm_eps
@@ -32,9 +44,9 @@ class LayerNorm(nn.Module):
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.kind == "std":
-            centred = wide - wide.mean(-1, keepdim=True)
-            variance = centred.square().sum(-1, keepdim=True) / (x.shape[-1] - 1)
-            scaled = centred / (variance.sqrt() + self.eps)
+            centered = wide - wide.mean(-1, keepdim=True)
+            variance = centered.square().sum(-1, keepdim=True) / (x.shape[-1] - 1)
+            scaled = centered / (variance.sqrt() + self.eps)
         else:
             scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         y = scaled.to(x.dtype) * self.weight
@@ -45,7 +57,6 @@ class FeedForward(nn.Module):
     """Two linear maps around an activation, which "glu" multiplies by a third map."""
 
     def __init__(self, config: TransformerConfig, d_ff: int) -> None:
-        """Create `fc1` [d_ff, d_model], `fc2` [d_model, d_ff] and `gate` like `fc1` (glu)."""
         super().__init__()
         bias = config.feed_forward_bias
         self.kind = config.activation
@@ -56,20 +67,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [tokens, d_model] to the same shape."""
-        hidden = self._activate(self.fc1(x))
+        hidden = _ACTIVATIONS[self.kind](self.fc1(x))
         if self.gate is not None:
             hidden = hidden * self.gate(x)
         return self.fc2(self.dropout(hidden))  # type: ignore[no-any-return]
-
-    def _activate(self, x: Tensor) -> Tensor:
-        match self.kind:
-            case "relu":
-                return F.relu(x)
-            case "relu2":
-                return F.relu(x).square()
-            case "gelu":
-                return F.gelu(x)
-            case "gelu_tanh":
-                return F.gelu(x, approximate="tanh")
-            case "silu":
-                return F.silu(x)

@@ -13,12 +13,9 @@ from tfexport.nn.switches import RotaryPairs
 
 
 def sinusoid_table(length: int, d_model: int) -> Tensor:
-    """Build the position table of "Attention is all you need", §3.5.
+    """Build the float32 position table of "Attention is all you need", §3.5.
 
-    Sines are in even columns, cosines in odd columns.
-
-    Returns:
-        float32 [length, d_model], computed in float64.
+    Sines are in even columns, cosines in odd columns; computed in float64.
     """
     position = torch.arange(length, dtype=torch.float64)[:, None]
     column = torch.arange(0, d_model, 2, dtype=torch.float64)
@@ -33,11 +30,10 @@ class RelativeBias(nn.Module):
     """A learned bias per head and bucket of distance (T5, arXiv:1910.10683, §2.1).
 
     Half of the buckets are exact distances, the others grow logarithmically up to `max_distance`. The encoder uses half
-    of all buckets for each direction.
+    of all buckets for each direction. The table `weight` is [buckets, heads].
     """
 
     def __init__(self, buckets: int, max_distance: int, num_heads: int, *, bidirectional: bool) -> None:
-        """Create the table `weight` [buckets, heads]."""
         super().__init__()
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
         self.weight = nn.Parameter(torch.zeros(buckets, num_heads))
@@ -49,12 +45,8 @@ class RelativeBias(nn.Module):
     def bucket(self, positions: Tensor, key_len: int) -> Tensor:
         """Return the bucket of the distance from every query to every key.
 
-        Args:
-            positions: of the queries, int64 [rows or 1, target_len].
-            key_len: number of keys, at positions 0, 1, ….
-
-        Returns:
-            int64 [rows or 1, target_len, key_len].
+        Queries are at `positions`, int64 [rows or 1, target_len], and keys at 0, 1, …. The result is int64 [rows or 1,
+        target_len, key_len].
         """
         distance = torch.arange(key_len, device=positions.device) - positions[:, :, None]
         buckets, offset = self.buckets, torch.zeros_like(distance)
@@ -75,10 +67,8 @@ class RelativeBias(nn.Module):
 class Rotation:
     """Rotation of the tokens of one pass.
 
-    Attributes:
-        cos: by token and column of a head, [rows · len, 1, head_dim].
-        sin: of the same shape; negative for the first column of a pair.
-        partners: the other column of each pair, int64 [head_dim].
+    `cos` and `sin` are [rows · len, 1, head_dim]; `sin` is negative for the first column of a pair. `partners` is the
+    other column of each pair, int64 [head_dim].
     """
 
     cos: Tensor
@@ -109,14 +99,10 @@ class Rotary:
         self._frequencies, self._partners = frequencies.tolist(), partners.tolist()
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the rotation of tokens at `positions`, int64 [rows, len].
-
-        Angles are computed in float32 or wider.
-        """
+        """Return the rotation of tokens at `positions`, int64 [rows, len]."""
         wide, device = torch.promote_types(dtype, torch.float32), positions.device
-        angles = positions.flatten()[:, None, None].to(wide) * torch.tensor(
-            self._frequencies, dtype=wide, device=device
-        )
+        frequencies = torch.tensor(self._frequencies, dtype=wide, device=device)
+        angles = positions.flatten()[:, None, None].to(wide) * frequencies
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor(self._partners, device=device))
 
 
@@ -127,10 +113,7 @@ class Alibi:
         self._slopes = _slopes(num_heads)
 
     def bias(self, positions: Tensor, key_len: int, dtype: torch.dtype) -> Tensor:
-        """Return the bias [rows or 1, heads, target_len, key_len] of some queries.
-
-        `positions` is int64 [rows or 1, target_len]; the keys are at positions 0, 1, ….
-        """
+        """Return the bias [rows or 1, heads, target_len, key_len] of the scores."""
         distance = (torch.arange(key_len, device=positions.device) - positions[:, None, :, None]).abs()
         slopes = torch.tensor(self._slopes, dtype=dtype, device=positions.device)
         return -slopes[:, None, None] * distance.to(dtype)

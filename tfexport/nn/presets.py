@@ -1,7 +1,6 @@
 """Named configurations with seeded random weights, for tests and benchmarks.
 
-They are the sizes of "Attention is all you need", a modern model of similar size, a tiny model, and five notebooks with
-from-scratch transformers, with their bugs fixed.
+The notebooks are five public from-scratch transformers, with their bugs fixed.
 """
 
 from __future__ import annotations
@@ -25,28 +24,23 @@ _LOGIT_SPREAD = 3 * math.sqrt(3)
 _TOKENS = TokenIds(pad=0, start=1, eos=2, unk=3)
 
 
-def _stack(
-    layers: int, num_heads: int, d_ff: int, place: NormPlace, *, final_norm: bool = False, d_k: int | None = None
-) -> StackConfig:
+def _stack(layers: int, num_heads: int, d_ff: int, norm_place: NormPlace, **more: Any) -> StackConfig:
     return StackConfig(
-        layers=layers, num_heads=num_heads, d_ff=d_ff, norm_place=place, final_norm=final_norm, d_k=d_k, d_v=d_k
+        layers=layers, num_heads=num_heads, d_ff=d_ff, norm_place=norm_place, **{"final_norm": False, **more}
     )
 
 
-def _both(
-    stack: StackConfig, d_model: int, vocab: int, max_length: int, tokens: TokenIds = _TOKENS, **switches: Any
-) -> TransformerConfig:
-    sizes: dict[str, Any] = {
-        "d_model": d_model,
-        "source_vocab": vocab,
-        "target_vocab": vocab,
-        "max_source_length": max_length,
-        "max_target_length": max_length,
-        "encoder": stack,
-        "decoder": stack,
-        "tokens": tokens,
-    }
-    return TransformerConfig(**{**sizes, **switches})
+def _both(stack: StackConfig, d_model: int, vocab: int, max_length: int, **switches: Any) -> TransformerConfig:
+    both: dict[str, Any] = {"target_vocab": vocab, "tokens": _TOKENS, **switches}
+    return TransformerConfig(
+        d_model=d_model,
+        source_vocab=vocab,
+        max_source_length=max_length,
+        max_target_length=max_length,
+        encoder=stack,
+        decoder=stack,
+        **both,
+    )
 
 
 def _paper(d_model: int, d_ff: int, num_heads: int, dropout: float) -> TransformerConfig:
@@ -66,7 +60,7 @@ def _paper(d_model: int, d_ff: int, num_heads: int, dropout: float) -> Transform
 
 
 def _modern() -> TransformerConfig:
-    stack = replace(_stack(6, 8, 1792, "pre", final_norm=True), num_kv_heads=2)
+    stack = _stack(6, 8, 1792, "pre", final_norm=True, num_kv_heads=2)
     return replace(
         _paper(512, 2048, 8, 0.1),
         encoder=stack,
@@ -95,8 +89,8 @@ _CONFIGS = {
         512,
         16_000,
         350,
-        TokenIds(unk=0, pad=1, start=2, eos=3),
         target_vocab=24_000,
+        tokens=TokenIds(unk=0, pad=1, start=2, eos=3),
         norm="std",
         norm_eps=1e-6,
         embedding_scale=math.sqrt(512),
@@ -106,13 +100,18 @@ _CONFIGS = {
         d_model=512,
         source_vocab=20_000,
         max_source_length=2048,
-        encoder=_stack(6, 8, 2048, "post", d_k=64),
+        encoder=_stack(6, 8, 2048, "post", d_k=64, d_v=64),
         decoder=None,
         tokens=_TOKENS,
         activation="gelu",
     ),
     "notebook-003": _both(
-        _stack(2, 4, 256, "post", final_norm=True, d_k=16), 64, 20_000, 1024, target_vocab=10_000, activation="gelu"
+        _stack(2, 4, 256, "post", final_norm=True, d_k=16, d_v=16),
+        64,
+        20_000,
+        1024,
+        target_vocab=10_000,
+        activation="gelu",
     ),
     "notebook-004": _both(_stack(2, 6, 2048, "post"), 840, 10_000, 1024, embedding_scale=math.sqrt(840)),
 }
@@ -132,12 +131,7 @@ def build_preset(name: str, seed: int = 0) -> Transformer:
 
     Embeddings have variance 1 after scaling, and logits a standard deviation of about 3. Gains and biases differ from 1
     and 0, so that omitting one changes the result. Greedy outputs depend on the source and rarely repeat themselves.
-
-    Returns:
-        The model in eval mode, float32; torch's own random state does not change.
-
-    Raises:
-        ConfigError: the name is unknown; lists all names.
+    The model is in eval mode, float32; torch's own random state does not change.
     """
     config = preset(name)
     model = Transformer.unfilled(config)
@@ -148,18 +142,15 @@ def build_preset(name: str, seed: int = 0) -> Transformer:
             if parameter_name.endswith(".pos"):
                 parameter.copy_(sinusoid_table(*parameter.shape))
             else:
-                centre, spread = _distribution(parameter_name, tuple(parameter.shape), config)
-                parameter.copy_(_uniform(bits, parameter.shape).mul_(spread).add_(centre))
+                center, spread = _distribution(parameter_name, tuple(parameter.shape), config)
+                parameter.copy_(_uniform(bits, parameter.shape).mul_(spread).add_(center))
     return model.eval()
 
 
 def _distribution(name: str, shape: tuple[int, ...], config: TransformerConfig) -> tuple[float, float]:
-    """Return center and half width of the uniform distribution of one parameter.
-
-    With plain Glorot weights, decoding only repeats one token: attention and ReLU add the same vector to every
-    position, and a tied output returns the input token. Therefore attention is small, the feed-forward network is
-    sparse and large, and if the output is tied, the gains of the last norm have either sign.
-    """
+    # With plain Glorot weights, decoding repeats one token: attention and ReLU add one vector to all positions, and a
+    # tied output returns its input. So attention is small, the feed-forward network is sparse and large, and if the
+    # output is tied, the last norm's gains have either sign. Returns center and half width.
     if name.endswith("fc1.bias"):
         return -1.0, 0.1
     if name.endswith("bias"):
@@ -175,8 +166,7 @@ def _distribution(name: str, shape: tuple[int, ...], config: TransformerConfig) 
 
 
 def _last_norm(config: TransformerConfig) -> str:
-    stack = config.decoder
-    assert stack is not None
+    stack = config.stack("decoder")
     return "dec.norm.weight" if stack.final_norm else f"dec.layers.{stack.layers - 1}.norm3.weight"
 
 

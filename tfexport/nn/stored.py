@@ -27,8 +27,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     found = {}
     try:
         with safe_open(path, "np") as file:
-            stored = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            shapes = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in stored]
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            shapes = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()]
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged or cut short ({error}); copy or convert it again") from error
     sizes = [math.prod(shape) * _bits(dtype) // 8 for _, dtype, shape in shapes]

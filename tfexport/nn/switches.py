@@ -1,7 +1,6 @@
 """The switches of the canonical model: names, values and search order.
 
-Real implementations differ in these settings, and tensor names and shapes do not reveal them. The configuration, the
-layout grammar, the search, the certificate of an import and the decoder variants read this table.
+Real implementations differ in these settings, and tensor names and shapes do not reveal them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Switch:
     """A setting in which implementations differ.
 
     Attributes:
-        values: its allowed words, the most common first, or the type of any other value. Numbers may be written as
-            arithmetic in d_model, num_heads and d_k.
+        values: allowed names, the most common first, or the type of other values. Numbers may be written as arithmetic
+            in d_model, num_heads and d_k.
         acts: the part of the model that it affects.
         default: if a layout does not give it; None if a layout has to.
         per_side: whether encoder and decoder may differ.

@@ -1,31 +1,31 @@
 """The canonical encoder-decoder transformer, the reference for every stage.
 
-State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`,
-`.emb_norm`, `.rel_bias.weight`, `.layers.{i}.{self,cross}.{q,k,v,o}`,
-`.layers.{i}.{self,cross}.{q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`,
-`.layers.{i}.ffn.{fc1,fc2,gate}`, `.layers.{i}.rel_bias.weight`, `.norm`; `out`.
-
-Internally, all tokens share one axis, [rows · len, d_model].
+State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`, `.emb_norm`, `.rel_bias.weight`, `.norm`,
+`.layers.{i}.{self,cross}.{q,k,v,o,q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`, `.layers.{i}.rel_bias.weight`,
+`.layers.{i}.ffn.{fc1,fc2,gate}`; `out`. Internally, all tokens share one axis, [rows · len, d_model].
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from tfexport.errors import ConfigError, raise_all
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import Side, TransformerConfig
 from tfexport.nn.layers import FeedForward, LayerNorm
-from tfexport.nn.meta import on_meta
 from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
+
+_INITIALIZERS = {nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_}
 
 
 class Block(nn.Module):
@@ -83,8 +83,7 @@ class Stack(nn.Module):
     def set_positions(self, config: TransformerConfig, side: Side) -> None:
         """Set up rotary positions and ALiBi, which have no parameters."""
         stack, width = config.stack(side), config.d_k(side)
-        is_rotary = config.positions == "rotary"
-        dim = config.rotary_dim or width
+        dim, is_rotary = config.rotary_dim or width, config.positions == "rotary"
         self.rotary = Rotary(config.rotary_base, dim, width, config.rotary_pairs) if is_rotary else None
         self.alibi = Alibi(stack.num_heads) if config.relative_bias == "alibi" else None
 
@@ -121,10 +120,6 @@ class Stack(nn.Module):
         dtype = self.embed.weight.dtype
         return None if self.rotary is None else self.rotary.at(positions.expand(rows, -1), dtype)
 
-    def finish(self, x: Tensor) -> Tensor:
-        """Apply the final norm, if there is one, to `x` [tokens, d_model]."""
-        return x if self.norm is None else self.norm(x)
-
 
 class Transformer(nn.Module):
     """An encoder, a decoder and an output projection; or only an encoder."""
@@ -139,7 +134,7 @@ class Transformer(nn.Module):
         if config.target_vocab is not None and config.max_target_length is not None:
             self.dec = Stack(config, "decoder", config.target_vocab, config.max_target_length)
             self.out = nn.Linear(config.d_model, config.target_vocab, bias=config.output_bias)
-        self._initialise()
+        self._initialize()
         self._tie()
 
     @classmethod
@@ -154,12 +149,10 @@ class Transformer(nn.Module):
     def forward(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
         """Compute the logits of every target position at once, as in training.
 
-        Targets are padded on the right, so the causal mask hides the padding.
-
         Args:
             source_ids: int64 [batch, source_len].
             source_mask: bool [batch, source_len], True = token, False = padding.
-            target_ids: decoder inputs: the start token, followed by the labels, int64 [batch, target_len].
+            target_ids: the start token, the labels and padding, int64 [batch, target_len].
 
         Returns:
             Logits, float32 or wider, [batch, target_len, target_vocab].
@@ -171,48 +164,30 @@ class Transformer(nn.Module):
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
-        """Encode source tokens to states [batch, source_len, d_model].
-
-        `source_ids` int64 and `source_mask` bool (True = token) are [batch, source_len]. The states of padding are
-        meaningless.
-        """
+        """Encode sources to states [batch, source_len, d_model], undefined at padding."""
         hidden = self._encode(source_ids, Source(source_mask))
         return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
-        """Encode the source and return the cross-attention keys and values.
-
-        Args:
-            source_ids: int64 [batch, source_len].
-            source: has the mask and computes the attention.
-
-        Returns:
-            For each decoder layer, keys and values [batch, kv_heads, source_len, …].
-        """
+        """Encode sources to the cross-attention keys and values of each decoder layer."""
         x, batch = self._encode(source_ids, source), source.mask.shape[0]
         rotation = self._decoder.rotation(_positions(source_ids), batch) if self.config.rotary_cross else None
         return [block.cross.key_value(x, batch, rotation) for block in self._decoder.blocks]
 
     def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
-        """Run the decoder on the newest tokens.
+        """Return the logits of the last position, float32 or wider [rows, target_vocab].
 
-        Args:
-            target_ids: int64 [rows, target_len], rows = batch · beams.
-            cross: attends to the result of `encode`.
-            cache: attends to the past; receives the new keys and values.
-
-        Returns:
-            Logits of the last position, float32 or wider, [rows, target_vocab].
+        `target_ids` is int64 [rows, target_len], rows = batch · beams. `cache` has the past and receives the new keys
+        and values.
         """
         hidden = self._decode(target_ids, cross, cache)
         return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])  # type: ignore[no-untyped-call]
 
     def empty_cache(self, target_ids: Tensor, *, dropout: float = 0.0) -> ConcatCache:
         """Return a cache without past for the first tokens, int64 [rows, target_len]."""
-        heads, d_k, d_v = self.config.num_kv_heads("decoder"), self.config.d_k("decoder"), self.config.d_v("decoder")
-        like = self._decoder.embed.weight
-        rows = target_ids.shape[0]
-        past = KeyValue(like.new_zeros(rows, heads, 0, d_k), like.new_zeros(rows, heads, 0, d_v))
+        heads, like = self.config.num_kv_heads("decoder"), self._decoder.embed.weight
+        widths = self.config.d_k("decoder"), self.config.d_v("decoder")
+        past = KeyValue(*(like.new_zeros(len(target_ids), heads, 0, width) for width in widths))
         return ConcatCache([past] * len(self._decoder.layers), target_ids, dropout=dropout)
 
     def shorten(self, max_source_length: int | None, max_target_length: int | None) -> None:
@@ -221,13 +196,13 @@ class Transformer(nn.Module):
         Raises:
             ConfigError: lists every length that the model does not support.
         """
-        wanted = {"max_source_length": max_source_length, "max_target_length": max_target_length}
-        limits: dict[str, Any] = {name: length for name, length in wanted.items() if length is not None}
+        lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+        limits: dict[str, Any] = {name: length for name, length in lengths.items() if length is not None}
         problems = []
         for name, length in limits.items():
             most = getattr(self.config, name)
             if most is None:
-                problems.append(f"{name} is {length}, but the model is an encoder alone; leave it out")
+                problems.append(f"{name} is {length}, but the model has no decoder; leave it out")
             elif length > most and self.config.positions == "table":
                 problems.append(
                     f"{name} is {length}, above the model's position table of {most}; ask for {most} or less"
@@ -246,21 +221,21 @@ class Transformer(nn.Module):
             attend = partial(block.self, cache=source, layer=i, bias=biases[i], rotation=rotation)
             x = block.residual(x, attend, block.norm1, block.post_norm1)
             x = block.residual(x, block.ffn, block.norm2, block.post_norm2)
-        return enc.finish(x)
+        return x if enc.norm is None else enc.norm(x)
 
     def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         dec = self._decoder
         biases = dec.biases(cache.positions, cache.key_len)
         rotation = dec.rotation(cache.positions, target_ids.shape[0])
-        across = rotation if self.config.rotary_cross else None
+        cross_rotation = rotation if self.config.rotary_cross else None
         x = dec.embed_tokens(target_ids, cache.positions)
         for i, block in enumerate(dec.blocks):
             attend = partial(block.self, cache=cache, layer=i, bias=biases[i], rotation=rotation)
-            attend_source = partial(block.cross.attend_source, cross=cross, layer=i, rotation=across)
+            attend_source = partial(block.cross.attend_source, cross=cross, layer=i, rotation=cross_rotation)
             x = block.residual(x, attend, block.norm1, block.post_norm1)
             x = block.residual(x, attend_source, block.norm2, block.post_norm2)
             x = block.residual(x, block.ffn, block.norm3, block.post_norm3)
-        return dec.finish(x)
+        return x if dec.norm is None else dec.norm(x)
 
     def _project(self, x: Tensor) -> Tensor:
         assert self.out is not None
@@ -271,7 +246,7 @@ class Transformer(nn.Module):
 
     @property
     def _decoder(self) -> Stack:
-        assert self.dec is not None, "an encoder alone has no decoder"
+        assert self.dec is not None
         return self.dec
 
     def _tie(self) -> None:
@@ -280,7 +255,7 @@ class Transformer(nn.Module):
         if self.dec is not None and self.out is not None and self.config.tie_output:
             self.out.weight = self.dec.embed.weight
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         if self.enc.embed.weight.is_meta:
             return
         for stack in (self.enc, self.dec):
@@ -317,9 +292,23 @@ def _attention(config: TransformerConfig, side: Side) -> MultiHeadAttention:
 
 
 def _relative_bias(config: TransformerConfig, side: Side) -> RelativeBias:
-    return RelativeBias(
-        config.relative_buckets,
-        config.relative_max_distance,
-        config.stack(side).num_heads,
-        bidirectional=side == "encoder",
-    )
+    buckets, heads = config.relative_buckets, config.stack(side).num_heads
+    return RelativeBias(buckets, config.relative_max_distance, heads, bidirectional=side == "encoder")
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Create modules on the device "meta" without drawing initial values.
+
+    Drawing has no effect there, but a normal distribution makes PyTorch load its compiler, which takes seconds.
+    """
+    with torch.device("meta"), _NoInitialValues():
+        yield
+
+
+class _NoInitialValues(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func in _INITIALIZERS:
+            return args[0] if args else options["tensor"]
+        return func(*args, **options)

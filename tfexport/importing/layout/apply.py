@@ -27,9 +27,8 @@ from tfexport.importing.layout.layout import (
 from tfexport.importing.layout.ops import Context, Step, run, sinusoid
 from tfexport.importing.layout.sizes import check_shapes, expected_shapes, read_config, read_tokens
 from tfexport.nn.config import TransformerConfig
-from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import Value
-from tfexport.nn.transformer import Transformer
+from tfexport.nn.transformer import Transformer, on_meta
 
 _MAX_HEADS = 64
 _EMBEDDING = "enc.embed.weight"

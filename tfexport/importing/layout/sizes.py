@@ -14,9 +14,8 @@ from tfexport.errors import ConfigError
 from tfexport.importing.layout._grammar import evaluate
 from tfexport.importing.layout.layout import SIDES, Layout, override, parse_derived
 from tfexport.nn.config import StackConfig, TransformerConfig
-from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import SWITCHES, Value
-from tfexport.nn.transformer import Transformer
+from tfexport.nn.transformer import Transformer, on_meta
 
 Shape = tuple[int, ...]
 

@@ -25,9 +25,8 @@ from tfexport.importing.layout.sizes import configured, options
 from tfexport.importing.reference.compare import Comparator, Comparison, check_fits, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.config import TransformerConfig
-from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import SWITCHES, Value
-from tfexport.nn.transformer import Transformer
+from tfexport.nn.transformer import Transformer, on_meta
 
 GROWTH = 20  # a change counts as detected if the error grows by this factor
 _FLOOR = 5e-15  # rounding noise of float64

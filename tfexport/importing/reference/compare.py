@@ -15,8 +15,7 @@ from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.config import Side, StackConfig, TransformerConfig
 from tfexport.nn.layers import LayerNorm
-from tfexport.nn.meta import on_meta
-from tfexport.nn.transformer import Stack, Transformer
+from tfexport.nn.transformer import Stack, Transformer, on_meta
 
 # Relative to the largest log-probability. Rounding of float64 causes about 2e-15.
 TOLERANCE = 1e-9
