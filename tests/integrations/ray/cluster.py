@@ -1,4 +1,4 @@
-"""Three nodes of Ray on loopback, and what is deployed there."""
+"""Three nodes of Ray on loopback, their application, and load for it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,7 @@ OURS = "tfexport.integrations.ray:app"
 
 @dataclass
 class Machines:
-    """The nodes, and the application on them.
-
-    Attributes:
-        cluster: of the nodes; the first one has the proxy and no replica.
-        url: of the proxy.
-        app: name of the application that was deployed last.
-    """
+    """The nodes, the address of the proxy on the first node, and the newest application."""
 
     cluster: Cluster
     url: str
@@ -47,16 +41,7 @@ class Machines:
     _count: int = 0
 
     def deploy(self, path: str = OURS, deployment: dict[str, Any] | None = None, **args: Any) -> str:
-        """Deploy an application in place of the last one, as a configuration file does; wait until it runs or fails.
-
-        Args:
-            path: to import its builder from.
-            deployment: what the file says of it, before its own settings.
-            args: of the application.
-
-        Returns:
-            What Serve says where it has failed; empty where it runs.
-        """
+        """Replace the application, as a configuration file does, and wait; return errors of Serve, or ""."""
         self._count += 1
         self.app = f"test-{os.getpid()}-{self._count}"
         self.submit(path, deployment, **args)
@@ -67,36 +52,27 @@ class Machines:
         return ""
 
     def submit(self, path: str = OURS, deployment: dict[str, Any] | None = None, **args: Any) -> None:
-        """Submit the configuration of the application, which changes it where it is there already; wait for nothing."""
-        found = _application(self.app, "/", path, args, deployment)
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [found]}))
+        """Submit the configuration of the newest application without waiting."""
+        _submit([_application(self.app, "/", path, args, deployment)])
 
-    def deploy_beside(self, applications: Mapping[str, Mapping[str, Any]], path: str = OURS) -> None:
-        """Deploy several applications in place of the last one; wait until they run.
-
-        Args:
-            applications: the arguments of each, by the path that it is reached below, such as "/one".
-            path: to import their builder from.
-        """
-        found = [_application(prefix[1:], prefix, path, args, None) for prefix, args in applications.items()]
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": found}))
+    def deploy_several(self, applications: Mapping[str, Mapping[str, Any]], path: str = OURS) -> None:
+        """Replace the application with several, by their route prefix; wait until they run."""
+        _submit([_application(prefix[1:], prefix, path, args) for prefix, args in applications.items()])
         for prefix in applications:
             eventually(lambda prefix=prefix: self._is_alive(prefix), PATIENCE_S)
 
     def _is_alive(self, prefix: str) -> bool:
-        """Say whether a replica answers; while none runs, the proxy lets who asks wait."""
+        # While no replica runs, the proxy lets requests wait.
         return httpx.get(f"{self.url}{prefix}/livez", timeout=PATIENCE_S).status_code == 200
 
     def status(self) -> Any:
-        """Return what Serve says of the application; None where it knows none."""
         return serve.status().applications.get(self.app)
 
     def num_running(self) -> int:
-        """Count the replicas that Serve says are running."""
         return self.status().deployments["tfexport"].replica_states.get("RUNNING", 0)
 
     def replicas(self) -> list[int]:
-        """Return the processes of the replicas."""
+        """Return the process ids of the replicas."""
         title = f"ray::ServeReplica:{self.app}:tfexport".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -107,11 +83,14 @@ class Machines:
 
 
 def _application(
-    name: str, prefix: str, path: str, args: Mapping[str, Any], deployment: Mapping[str, Any] | None
+    name: str, prefix: str, path: str, args: Mapping[str, Any], deployment: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what a configuration file says of an application."""
     own = [{"name": "tfexport", **deployment}] if deployment else []
     return {"name": name, "route_prefix": prefix, "import_path": path, "args": dict(args), "deployments": own}
+
+
+def _submit(applications: list[dict[str, Any]]) -> None:
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
 
 
 @contextmanager
@@ -134,33 +113,21 @@ def machines() -> Iterator[Machines]:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request and its end.
-
-    Attributes:
-        start: when it was sent, by `time.monotonic`.
-        end: when it was answered, or broke.
-        status: of the answer; 0 where the connection, or its stream, broke.
-        said: the text that was generated, or what went wrong.
-    """
+class Request:
+    """A finished request: its start, its status (0 if the connection broke), and its text or error."""
 
     start: float
-    end: float
     status: int
-    said: str
+    text: str
 
 
 class Load:
-    """Clients that ask again as soon as they are answered, every other time for a stream, while this is entered.
-
-    Attributes:
-        asked: the requests that are over.
-    """
+    """Clients that send a request as soon as the last one is answered; every other request is a stream."""
 
     def __init__(self, url: str, texts: Sequence[str], num_clients: int) -> None:
-        self.asked: list[Asked] = []
+        self.requests: list[Request] = []  # those that are finished
         self._url, self._texts, self._num_clients = url, texts, num_clients
-        self._goes_on, self._num_asked = True, 0
+        self._is_running, self._num_sent = True, 0
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None)
@@ -169,38 +136,36 @@ class Load:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._goes_on = False
+        self._is_running = False
         await asyncio.gather(*self._tasks)
         await self._client.aclose()
 
     async def until(self, holds: Callable[[], object]) -> float:
-        """Wait until something holds; return the seconds that it took."""
+        """Wait for a condition; return the seconds that it took."""
         start = time.monotonic()
         while not await asyncio.to_thread(holds):
-            assert time.monotonic() - start < PATIENCE_S, "it never came to hold"
+            assert time.monotonic() - start < PATIENCE_S, "the condition did not become true"
             await asyncio.sleep(0.05)
         return time.monotonic() - start
 
     async def for_more(self, number: int) -> None:
-        """Wait until as many requests more are over."""
-        so_far = len(self.asked)
-        await self.until(lambda: len(self.asked) >= so_far + number)
+        """Wait until this many further requests are finished."""
+        expected = len(self.requests) + number
+        await self.until(lambda: len(self.requests) >= expected)
 
     @property
-    def lost(self) -> list[Asked]:
-        """The requests that were not answered."""
-        return [one for one in self.asked if one.status != 200]
+    def lost(self) -> list[Request]:
+        return [one for one in self.requests if one.status != 200]
 
     async def _ask(self, index: int) -> None:
-        while self._goes_on:
+        while self._is_running:
             text, start = self._texts[index % len(self._texts)], time.monotonic()
-            ask = self._generate if self._num_asked % 2 else self._stream
-            self._num_asked += 1
+            send = self._generate if self._num_sent % 2 else self._stream
+            self._num_sent += 1
             try:
-                status, said = await ask({"text_input": text})
+                self.requests.append(Request(start, *await send({"text_input": text})))
             except httpx.HTTPError as error:
-                status, said = 0, repr(error)
-            self.asked.append(Asked(start, time.monotonic(), status, said))
+                self.requests.append(Request(start, 0, repr(error)))
             index += self._num_clients
 
     async def _generate(self, data: dict[str, Any]) -> tuple[int, str]:
@@ -208,11 +173,10 @@ class Load:
         return answer.status_code, answer.json()["text_output"] if answer.status_code == 200 else answer.text
 
     async def _stream(self, data: dict[str, Any]) -> tuple[int, str]:
-        """Read a stream to its end; one that ends without a reason was cut off."""
         async with self._client.stream("POST", "/v2/models/dates/generate_stream", json=data) as answer:
             if answer.status_code != 200:
                 return answer.status_code, (await answer.aread()).decode()
             events = [json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: ")]
         if not events or "finish_reason" not in events[-1]:
-            return 0, f"the stream ends after {len(events)} events"
+            return 0, f"the stream ended early, after {len(events)} events"
         return 200, "".join(event["text_output"] for event in events)

@@ -1,4 +1,4 @@
-"""The nodes, for all tests of a file; skipped where Ray is not installed."""
+"""The nodes, for all tests of a file; skipped if Ray is not installed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.serve.conftest import model, texts
-
 if TYPE_CHECKING:
     from tests.integrations.ray.cluster import Machines
 
-__all__ = ["machines", "model", "texts"]
-
-# Ray reads its environment when it is imported, and would keep its token in the home of whoever runs the tests.
+# Ray reads its environment when it is imported, and would store its token in the user's home.
 if "RAY_AUTH_TOKEN_PATH" not in os.environ:
     _WORK = Path(tempfile.mkdtemp(prefix="tfexport-ray-"))
     _TOKEN = _WORK / "auth_token"
@@ -31,14 +27,13 @@ if "RAY_AUTH_TOKEN_PATH" not in os.environ:
     atexit.register(shutil.rmtree, _WORK, ignore_errors=True)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_TOKEN), "RAY_USAGE_STATS_ENABLED": "0"}
 
-# It warns of itself while it is imported.
+# Importing it warns.
 with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):
     importlib.import_module("ray.serve")
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    """Start three nodes."""
     pytest.importorskip("ray", reason="Ray is not installed; pip install 'tfexport[ray]'")
     from tests.integrations.ray.cluster import machines
 

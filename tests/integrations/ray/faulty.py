@@ -1,4 +1,4 @@
-"""The application with faults planted in its replicas: steps that take long, and one that fails."""
+"""The application with faults: slow steps, and steps that fail."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.decode.loop import Loop
-from tfexport.integrations.ray._arguments import Arguments
+from tfexport.integrations.ray import Arguments
 from tfexport.integrations.ray._replica import Replica, deployment_of
 
 
 class Faulty(Replica):
-    """A replica whose steps take a while, and fail while there is a file."""
+    """A replica whose steps take `step_s`, and fail while the file `fault` exists."""
 
     async def __init__(self, arguments: Arguments, step_s: float, fault: str) -> None:
         step = Loop.step
@@ -29,11 +29,7 @@ class Faulty(Replica):
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
-    """Build the application.
-
-    Args:
-        arguments: those of the application, with `step_s` and `fault`.
-    """
+    """Build the application from its arguments, `step_s` and `fault`."""
     given = dict(arguments)
     step_s, fault = given.pop("step_s", 0.0), given.pop("fault", "/nonexistent")
     found = Arguments.read(given)

@@ -1,10 +1,9 @@
-"""A real Triton server, for tests alone and on loopback: `scripts/triton-tests` installs that of nvidia-pytriton."""
+"""A Triton server on loopback, only for tests: `scripts/triton-tests` installs that of nvidia-pytriton."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -19,7 +18,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-# Of an environment with nvidia-pytriton, a NumPy that it can live with, and tfexport[cpu].
+# Of an environment with nvidia-pytriton, NumPy 1 and tfexport[cpu].
 PYTHON = Path(os.environ.get("TRITON_PYTHON", ROOT / "build" / "triton" / "bin" / "python"))
 PATIENCE_S = 60.0
 _WHERE = (
@@ -31,14 +30,7 @@ _WHERE = (
 
 @dataclass
 class Triton:
-    """A server that runs.
-
-    Attributes:
-        process: its own.
-        http: its address for HTTP.
-        grpc: its address for gRPC.
-        log: file that it writes to.
-    """
+    """A running server, its addresses and its log."""
 
     process: subprocess.Popen[bytes]
     http: str
@@ -46,7 +38,7 @@ class Triton:
     log: Path
 
     def stub(self, model: str) -> int:
-        """Return the number of the process that runs a model."""
+        """Return the id of the process that runs a model; 0 if there is none."""
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
@@ -56,7 +48,7 @@ class Triton:
                     continue
                 if parent == self.process.pid and any(f"/{model}/1/model.py".encode() in part for part in parts):
                     return int(folder.name)
-        raise LookupError(model)
+        return 0
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
@@ -66,14 +58,7 @@ class Triton:
 def triton(
     work: Path, repository: Path, *arguments: str, until: Callable[[Triton], bool] | None = None
 ) -> Iterator[Triton]:
-    """Run a server until the end at the latest.
-
-    Args:
-        work: an empty folder.
-        repository: of models.
-        arguments: of tritonserver.
-        until: what to wait for; None for all models.
-    """
+    """Run a server with an empty folder `work`; wait for `until`, or for all models."""
     where = subprocess.run([PYTHON, "-c", _WHERE], capture_output=True, text=True, check=True).stdout.split("\n")
     package, libraries, version = Path(where[0]), where[1], where[2]
     shutil.copytree(package / "tritonserver" / "backends", work / "backends")
@@ -86,7 +71,6 @@ def triton(
         *("--http-address", "127.0.0.1", "--http-port", http, "--grpc-address", "127.0.0.1", "--grpc-port", grpc),
         *arguments,
     ]
-    # The process of a model finds its Python by the path, and libpython where we say.
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env["PATH"] = f"{PYTHON.parent}:{env['PATH']}"
     env["LD_LIBRARY_PATH"] = f"{libraries}:{package.parent / 'nvidia_pytriton.libs'}"
@@ -103,7 +87,6 @@ def triton(
 
 
 def is_ready(server: Triton) -> bool:
-    """Say whether all models are ready."""
     import tritonclient.http
 
     try:
@@ -114,7 +97,6 @@ def is_ready(server: Triton) -> bool:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports that nobody listens at."""
     sockets = [socket.socket() for _ in range(number)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
@@ -125,25 +107,14 @@ def free_ports(number: int) -> list[int]:
 
 
 def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait until something holds."""
     end = time.monotonic() + within_s
     while not holds():
-        assert time.monotonic() < end, "it never came to hold"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.02)
 
 
-def stop(server: Triton) -> int:
-    """Tell a server to stop; return its exit code."""
-    server.process.send_signal(signal.SIGTERM)
-    return server.process.wait(PATIENCE_S)
-
-
 class Client:
-    """One of Triton's own clients.
-
-    Attributes:
-        kind: "http" or "grpc".
-    """
+    """One of Triton's own clients; `kind` is "http" or "grpc"."""
 
     def __init__(self, server: Triton, kind: str) -> None:
         self.kind, self.module = kind, pytest.importorskip(f"tritonclient.{kind}", reason=f"no client for {kind}")
@@ -153,7 +124,7 @@ class Client:
         """Return an input: texts as bytes, token ids, or an option."""
         array = np.array(values)
         if array.dtype.kind == "S":
-            array = np.array(values, object)  # the client would spell what is no plain bytes
+            array = np.array(values, object)  # otherwise the client converts it to text
         kinds = {"O": "BYTES", "b": "BOOL", "i": "INT64", "f": "FP64"}
         tensor = self.module.InferInput(name, list(array.shape), kinds[array.dtype.kind])
         tensor.set_data_from_numpy(array)
@@ -163,6 +134,5 @@ class Client:
         return self.client.infer(model, list(inputs), parameters=parameters or None)
 
     def asked(self, model: str, *texts: str, **parameters: Any) -> list[list[str]]:
-        """Return the answers to texts."""
         found = self.infer(model, self.tensor("text_input", [text.encode() for text in texts]), **parameters)
         return [[one.decode() for one in each] for each in found.as_numpy("text_output").tolist()]

@@ -1,20 +1,20 @@
-"""What answers requests of Triton, without Triton: an engine on a thread, and arrays as the backend hands them over."""
+"""Requests and answers of the Triton backend, without Triton: an engine on a thread, and arrays."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tfexport.errors import TfexportError
-from tfexport.integrations.triton._requests import Answering, EngineThread, as_array, read_request
-from tfexport.model.load import load
+from tfexport.errors import QueueFull, TfexportError
+from tfexport.integrations.triton._requests import EngineThread, as_array, read_request
 from tfexport.model.model import Model
 from tfexport.serve.config import Limits, ServingConfig
 from tfexport.serve.inference import InvalidRequestError, Tensor
@@ -23,12 +23,12 @@ TEXT = "Dienstag, 3. März 2026"
 
 
 @dataclass(eq=False)
-class Kept:
-    """A reply that keeps what it is told."""
+class Recorded:
+    """A reply that records its parts."""
 
     parts: list[dict[str, np.ndarray[Any, Any]]] = field(default_factory=list)
     error: TfexportError | None = None
-    gone: bool = False
+    cancelled: bool = False
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def send(self, outputs: Mapping[str, Tensor], *, is_last: bool) -> None:
@@ -42,108 +42,79 @@ class Kept:
         self.error = error
         self.is_over.set()
 
-    def is_gone(self) -> bool:
+    def is_cancelled(self) -> bool:
         assert not self.is_over.is_set()
-        return self.gone
+        return self.cancelled
 
 
-class Serving:
-    """An engine that answers."""
-
-    def __init__(self, bundle: Path, *, stream: bool, **config: Any) -> None:
-        self.thread = EngineThread(bundle, ServingConfig(**config), threads=1)
-        self.answering = self.thread.run(self._make(stream))
-
-    async def _make(self, stream: bool) -> Answering:
-        return Answering(self.thread.engine, stream=stream)
-
-    def ask(self, *sources: Any, **options: Any) -> Kept:
-        reply = Kept()
-        self.thread.call_soon(self.answering.take, sources, [options] * len(sources), reply)
-        return reply
-
-    def answered(self, *sources: Any, **options: Any) -> Kept:
-        reply = self.ask(*sources, **options)
-        assert reply.is_over.wait(60)
-        return reply
+def submit(thread: EngineThread, *sources: Any, **options: Any) -> Recorded:
+    reply = Recorded()
+    thread.answer(sources, [options] * len(sources), reply)
+    return reply
 
 
-@pytest.fixture(scope="module")
-def model(dates_bundle: Path) -> Model:
-    return load(dates_bundle, threads=1)
+def answered(thread: EngineThread, *sources: Any, **options: Any) -> Recorded:
+    reply = submit(thread, *sources, **options)
+    assert reply.is_over.wait(60)
+    return reply
 
 
 @pytest.fixture
-def serving(request: pytest.FixtureRequest, dates_bundle: Path) -> Iterator[Serving]:
-    made = Serving(dates_bundle, **request.param)
-    yield made
-    made.thread.run(made.answering.finish())
-    made.thread.stop()
+def start(dates_bundle: Path) -> Iterator[Callable[..., EngineThread]]:
+    """Return a function that starts an engine, which ends with the test."""
+    threads = []
+
+    def start_one(*, stream: bool, **config: Any) -> EngineThread:
+        threads.append(EngineThread(dates_bundle, ServingConfig(**config), stream=stream, threads=1))
+        return threads[-1]
+
+    yield start_one
+    for thread in threads:
+        thread.finish()
     assert not [one for one in threading.enumerate() if one.name == "tfexport-loop"]
 
 
-@pytest.mark.parametrize("serving", [{"stream": False}], indirect=True)
-def test_requests_are_answered_as_by_generate(serving: Serving, model: Model) -> None:
-    (one,) = serving.answered(TEXT, "3 May 1999", num_beams=3, num_return_sequences=2).parts
+def test_answers_equal_those_of_generate(start: Callable[..., EngineThread], model: Model) -> None:
+    thread = start(stream=False)
+    (one,) = answered(thread, TEXT, "3 May 1999", num_beams=3, num_return_sequences=2).parts
     expected = [model.generate([text], num_beams=3, num_return_sequences=2) for text in (TEXT, "3 May 1999")]
     assert one["text_output"].tolist() == [[result.text.encode() for result in each] for each in expected]
     assert one["scores"].dtype == np.float32
     assert one["scores"] == pytest.approx(np.array([[result.score for result in each] for each in expected]))
     assert (one["output_ids"].dtype, one["output_ids"].shape[:2]) == (np.int64, (2, 2))
-    assert "the text is empty" in str(serving.answered(TEXT, "").error)
-    assert serving.answered(TEXT).error is None
+    assert "the text is empty" in str(answered(thread, TEXT, "").error)
+    assert answered(thread, TEXT).error is None
 
 
-@pytest.mark.parametrize("serving", [{"stream": True}], indirect=True)
-def test_a_stream_comes_in_pieces(serving: Serving, model: Model) -> None:
+def test_a_stream_has_several_parts(start: Callable[..., EngineThread], model: Model) -> None:
+    thread = start(stream=True)
     (expected,) = model.generate([TEXT])
-    *pieces, last = serving.answered(TEXT).parts
+    *pieces, last = answered(thread, TEXT).parts
     assert pieces
     assert b"".join(piece["text_output"].item() for piece in pieces) == expected.text.encode()
     assert last["text_output"].tolist() == [b""]
     assert tuple(last["output_ids"]) == expected.token_ids
     assert last["finish_reason"].tolist() == [b"eos"]
-    assert "num_beams is 2, but a stream" in str(serving.answered(TEXT, num_beams=2).error)
+    assert "num_beams is 2, but a stream" in str(answered(thread, TEXT, num_beams=2).error)
 
 
-@pytest.mark.parametrize("serving", [{"stream": False, "slots": 1, "max_waiting": 1}], indirect=True)
-def test_who_has_gone_is_cancelled_and_a_full_queue_refuses(serving: Serving) -> None:
-    replies = [serving.ask(TEXT) for _ in range(20)]
+def test_abandoned_requests_are_cancelled_and_a_full_queue_rejects(start: Callable[..., EngineThread]) -> None:
+    thread = start(stream=False, slots=1, max_waiting=1)
+    replies = [submit(thread, TEXT) for _ in range(20)]
     for reply in replies:
-        reply.gone = True
+        reply.cancelled = True
     assert all(reply.is_over.wait(60) for reply in replies)
-    refused = [reply for reply in replies if reply.error and "try again later" in str(reply.error)]
-    assert refused
-    assert serving.answered(TEXT).error is None
+    assert [reply for reply in replies if isinstance(reply.error, QueueFull)]
+    assert answered(thread, TEXT).error is None
 
 
-class Given:
-    """An input, as Triton's Python backend hands it over."""
-
-    def __init__(self, name: str, values: np.ndarray[Any, Any]) -> None:
-        self._name, self._values = name, values
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> np.ndarray[Any, Any]:
-        return self._values
-
-
-class Asked:
-    """A request, as Triton's Python backend hands it over."""
-
-    def __init__(self, inputs: Mapping[str, Any], parameters: str = "", timeout: int = 0) -> None:
-        self._inputs, self._parameters, self._timeout = inputs, parameters, timeout
-
-    def inputs(self) -> list[Given]:
-        return [Given(name, values) for name, values in self._inputs.items()]
-
-    def parameters(self) -> str:
-        return self._parameters
-
-    def timeout(self) -> int:
-        return self._timeout
+def triton_request(inputs: Mapping[str, Any], parameters: str = "", timeout: int = 0) -> Any:
+    """Return a request with the methods of Triton's Python backend."""
+    tensors = [
+        SimpleNamespace(name=lambda name=name: name, as_numpy=lambda values=values: values)
+        for name, values in inputs.items()
+    ]
+    return SimpleNamespace(inputs=lambda: tensors, parameters=lambda: parameters, timeout=lambda: timeout)
 
 
 def texts(*values: bytes) -> np.ndarray[Any, Any]:
@@ -153,7 +124,7 @@ def texts(*values: bytes) -> np.ndarray[Any, Any]:
 def test_inputs_and_parameters_are_read() -> None:
     inputs = {"text_input": texts(b"a", "ä".encode()), "prefix": texts(b"1", b"2"), "temperature": np.array([0.5])}
     parameters = {"do_sample": True, "suppress_tokens": "[3, 17]", "bad_words_ids": "[[3, 4], [5]]", "timeout_ms": 500}
-    sources, options = read_request(Asked(inputs, json.dumps(parameters), 250_000), Limits(), stream=False)
+    sources, options = read_request(triton_request(inputs, json.dumps(parameters), 250_000), Limits(), stream=False)
     assert sources == ["a", "ä"]
     given = {"temperature": 0.5, "do_sample": True, "suppress_tokens": [3, 17], "bad_words_ids": [[3, 4], [5]]}
     assert options == [{**given, "timeout_s": 0.25, "prefix": prefix} for prefix in ("1", "2")]
@@ -161,10 +132,10 @@ def test_inputs_and_parameters_are_read() -> None:
 
 def test_ids_are_read_with_their_lengths_and_their_prefix() -> None:
     inputs = {"input_ids": np.array([[5, 6, 2], [7, 2, 0]]), "input_lengths": np.array([3, 2])}
-    sources, _ = read_request(Asked(inputs), Limits(), stream=False)
+    sources, _ = read_request(triton_request(inputs), Limits(), stream=False)
     assert sources == [[5, 6, 2], [7, 2]]
     stream = {"input_ids": np.array([5, 6, 2]), "prefix": texts(b"[11, 12]")}
-    sources, (options,) = read_request(Asked(stream), Limits(), stream=True)
+    sources, (options,) = read_request(triton_request(stream), Limits(), stream=True)
     assert (sources, options["prefix"]) == ([[5, 6, 2]], [11, 12])
 
 
@@ -186,6 +157,6 @@ def test_ids_are_read_with_their_lengths_and_their_prefix() -> None:
         ({"input_ids": np.array([[5]]), "text_input": texts(b"a")}, "", "expected text_input or input_ids"),
     ],
 )
-def test_what_is_wrong_is_named(inputs: dict[str, Any], parameters: str, why: str) -> None:
+def test_invalid_requests_are_rejected(inputs: dict[str, Any], parameters: str, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
-        read_request(Asked(inputs, parameters), Limits(max_body_bytes=1024), stream=False)
+        read_request(triton_request(inputs, parameters), Limits(max_body_bytes=1024), stream=False)

@@ -1,4 +1,4 @@
-"""A model repository: what Triton is told, whole or not at all, and nothing of others replaced."""
+"""A model repository is complete or not there, and replaces only its own files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_config(path: Path) -> Any:
     """Read a config.pbtxt by the messages of Triton's own client."""
     pytest.importorskip("tritonclient", reason="tritonclient is not installed")
     text_format = pytest.importorskip("google.protobuf.text_format", reason="protobuf is not installed")
-    # By its path: the package beside it wants gRPC.
+    # By its path, because the package around it needs gRPC.
     file = distribution("tritonclient").locate_file("tritonclient/grpc/model_config_pb2.py")
     spec = importlib.util.spec_from_file_location("model_config_pb2", str(file))
     assert spec
@@ -66,7 +66,7 @@ def test_a_repository_holds_two_models_and_a_bundle_in_each(repository: Path, da
     assert [path.name for path in repository.parent.iterdir()] == ["models"]  # and no leftover
 
 
-def test_triton_is_told_of_inputs_outputs_and_parameters(repository: Path, dates_bundle: Path) -> None:
+def test_configuration_has_inputs_outputs_and_parameters(repository: Path, dates_bundle: Path) -> None:
     config, stream = (read_config(repository / model / "config.pbtxt") for model in ("dates", "dates_stream"))
     for one, name in ((config, "dates"), (stream, "dates_stream")):
         assert (one.name, one.backend, one.max_batch_size) == (name, "python", 0)
@@ -76,26 +76,21 @@ def test_triton_is_told_of_inputs_outputs_and_parameters(repository: Path, dates
         assert not one.HasField("dynamic_batching")
     ports = {port.name: (port.data_type, list(port.dims)) for port in config.input}
     string, int64, fp64, boolean = 13, 9, 12, 1
-    assert ports["text_input"] == (string, [-1])
-    assert ports["input_ids"] == (int64, [-1, -1])
-    assert ports["input_lengths"] == (int64, [-1])
-    assert ports["length_penalty"] == (fp64, [1])
-    assert ports["do_sample"] == (boolean, [1])
-    assert ports["suppress_tokens"] == (int64, [-1])
-    assert ports["stop_strings"] == (string, [-1])
-    # Those whose values no tensor has are parameters alone.
+    expected = {
+        "text_input": (string, [-1]), "input_ids": (int64, [-1, -1]), "input_lengths": (int64, [-1]),
+        "length_penalty": (fp64, [1]), "do_sample": (boolean, [1]), "suppress_tokens": (int64, [-1]),
+        "stop_strings": (string, [-1]),
+    }  # fmt: skip
+    assert ports | expected == ports
+    # No tensor can hold the values of these two, so they are only parameters.
     assert set(DecodeConfig().to_dict()) - set(ports) == {"early_stopping", "bad_words_ids"}
-    told = {port.name: len(port.dims) for port in config.output}
-    assert told == {"text_output": 2, "output_ids": 3, "output_lengths": 2, "scores": 2, "finish_reason": 2}
-    assert {port.name: list(port.dims) for port in stream.output} == {
-        "text_output": [1],
-        "output_ids": [-1],
-        "scores": [1],
-        "finish_reason": [1],
-    }
+    ranks = {port.name: len(port.dims) for port in config.output}
+    assert ranks == {"text_output": 2, "output_ids": 3, "output_lengths": 2, "scores": 2, "finish_reason": 2}
+    dims = {port.name: list(port.dims) for port in stream.output}
+    assert dims == {"text_output": [1], "output_ids": [-1], "scores": [1], "finish_reason": [1]}
 
 
-def test_a_bundle_without_a_tokenizer_takes_and_gives_ids(random_bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_without_a_tokenizer_has_only_ids(random_bundle: Path, tmp_path: Path) -> None:
     folder = write({"random": random_bundle}, tmp_path / "models", stream=False)
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["random"]
     config = read_config(folder / "random" / "config.pbtxt")
@@ -129,51 +124,32 @@ def test_wrong_parameters_are_named(parameters: dict[str, str], why: str) -> Non
         Settings.read(parameters)
 
 
-def test_a_repository_that_nobody_changed_is_replaced(repository: Path, dates_bundle: Path) -> None:
+def test_an_unchanged_repository_is_replaced(repository: Path, dates_bundle: Path) -> None:
     compiled = repository / "dates" / "1" / "__pycache__" / "model.cpython-312.pyc"
     compiled.parent.mkdir()
-    compiled.write_bytes(b"what Triton leaves there")
+    compiled.write_bytes(b"compiled by Triton")
     with pytest.raises(BundleError, match="exists; choose another name, or replace it with --force"):
         write({"dates": dates_bundle}, repository)
     write({"other": dates_bundle}, repository, force=True)
     assert sorted(path.name for path in repository.iterdir()) == ["other", "other_stream", SEAL]
 
 
-def add_a_model(repository: Path) -> None:
-    (repository / "theirs").mkdir()
-    (repository / "theirs" / "config.pbtxt").write_text('name: "theirs"')
-
-
-def change_a_limit(repository: Path) -> None:
-    path = repository / "dates" / "config.pbtxt"
-    path.write_text(path.read_text().replace("count: 1", "count: 2"))
-
-
-def link_a_file(repository: Path) -> None:
-    (repository / "dates" / "1" / "model.py").unlink()
-    (repository / "dates" / "1" / "model.py").symlink_to("/dev/null")
-
-
-def break_the_seal(repository: Path) -> None:
-    (repository / SEAL).write_text("{}")
-
-
-def take_the_seal(repository: Path) -> None:
-    (repository / SEAL).unlink()
-
-
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("name", "replace", "why"),
     [
-        (add_a_model, "'theirs/config.pbtxt' is not part of it"),
-        (change_a_limit, "'dates/config.pbtxt' was changed"),
-        (link_a_file, "'dates/1/model.py' is a symbolic link"),
-        (break_the_seal, "format_version is None"),
-        (take_the_seal, f"has no {SEAL}"),
+        ("theirs/config.pbtxt", lambda path: path.write_text("name: 'theirs'"), "config.pbtxt' is not part of it"),
+        ("dates/config.pbtxt", lambda path: path.write_text("max_batch_size: 8"), "'dates/config.pbtxt' was changed"),
+        ("dates/1/model.py", lambda path: path.symlink_to("/dev/null"), "'dates/1/model.py' is a symbolic link"),
+        (SEAL, lambda path: path.write_text("{}"), "format_version is None"),
+        (SEAL, lambda path: None, f"{SEAL} is missing"),
     ],
 )
-def test_what_is_not_ours_stays(repository: Path, dates_bundle: Path, change: Callable[[Path], None], why: str) -> None:
-    change(repository)
+def test_foreign_files_are_not_replaced(
+    repository: Path, dates_bundle: Path, name: str, replace: Callable[[Path], None], why: str
+) -> None:
+    (repository / name).parent.mkdir(exist_ok=True)
+    (repository / name).unlink(missing_ok=True)
+    replace(repository / name)
     before = names(repository)
     with pytest.raises(BundleError, match=why) as raised:
         write({"dates": dates_bundle}, repository, force=True)
@@ -181,14 +157,11 @@ def test_what_is_not_ours_stays(repository: Path, dates_bundle: Path, change: Ca
     assert names(repository) == before
 
 
-def test_nothing_is_left_where_a_bundle_cannot_be_served(dates_bundle: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_if_a_bundle_is_damaged(dates_bundle: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(dates_bundle, damaged)
-    with (damaged / "weights.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+    content = (damaged / "weights.safetensors").read_bytes()
+    (damaged / "weights.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(BundleError, match=r"weights.safetensors was changed"):
         write({"first": dates_bundle, "second": damaged}, tmp_path / "models")
     with pytest.raises(ConfigError, match="two models are called a_stream"):
@@ -196,9 +169,7 @@ def test_nothing_is_left_where_a_bundle_cannot_be_served(dates_bundle: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_a_full_disk_leaves_what_was_there(
-    repository: Path, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_old_files(repository: Path, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, copy = (repository / SEAL).read_bytes(), shutil.copyfile
 
     def full(source: Path, target: Path) -> object:
@@ -220,7 +191,7 @@ def test_a_model_without_tfexport_says_how_to_install_it(repository: Path) -> No
     assert f"pip install 'tfexport[cpu]=={tfexport.__version__}'" in done.stderr
 
 
-def test_the_command_says_what_it_wrote(dates_bundle: Path, tmp_path: Path) -> None:
+def test_the_command_prints_how_to_serve(dates_bundle: Path, tmp_path: Path) -> None:
     output = tmp_path / "models"
 
     def run(*more: str) -> Any:

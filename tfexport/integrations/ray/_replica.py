@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from tfexport.errors import BundleError, EngineFailed, TfexportError
-from tfexport.integrations.ray._arguments import Arguments
+from tfexport.integrations.ray import Arguments
 from tfexport.serve.app import build_app
 from tfexport.serve.engine import Engine
 from tfexport.serve.http import RETRY_AFTER_S
@@ -22,13 +21,9 @@ from tfexport.serve.middleware import BearerTokens
 from tfexport.serve.server import SWITCH_INTERVAL_S
 
 NAME = "tfexport"
-# Seconds between two health checks; Ray replaces a replica after three that fail.
-HEALTH_CHECK_S = 2.0
-HEALTH_CHECK_TIMEOUT_S = 10.0
-# Seconds between checks whether a stopping replica has finished.
+HEALTH_CHECK_S, HEALTH_CHECK_TIMEOUT_S = 2.0, 10.0  # Ray replaces a replica after three checks that fail
 DRAIN_POLL_S = 0.5
-# Attempts to start a replica. If a bundle cannot be served, more attempts do not help.
-MAX_STARTS = 2
+MAX_STARTS = 2  # if a bundle cannot be served, more attempts do not help
 # While its slots are full, a replica queues as many requests again, so that freed slots are filled at once. Other
 # requests wait at the proxy, which sends them to the first replica with room, including new ones.
 ONGOING_PER_SLOT = 2
@@ -36,7 +31,8 @@ ONGOING_PER_SLOT = 2
 
 def deployment_of(arguments: Arguments) -> Any:
     """Return the deployment without arguments; configuration files can override it."""
-    slots = arguments.slots * len(arguments.bundles)
+    slots, least, most = arguments.slots * len(arguments.bundles), arguments.min_replicas, arguments.max_replicas
+    scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": slots}
     return serve.deployment(
         Replica,
         name=NAME,
@@ -49,20 +45,8 @@ def deployment_of(arguments: Arguments) -> Any:
         health_check_period_s=HEALTH_CHECK_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=MAX_STARTS,
-        **_scaling(arguments, slots),
+        **({"num_replicas": least} if least == most else {"autoscaling_config": scaling}),
     )
-
-
-def _scaling(arguments: Arguments, slots: int) -> dict[str, Any]:
-    if arguments.min_replicas == arguments.max_replicas:
-        return {"num_replicas": arguments.min_replicas}
-    return {
-        "autoscaling_config": {
-            "min_replicas": arguments.min_replicas,
-            "max_replicas": arguments.max_replicas,
-            "target_ongoing_requests": slots,
-        }
-    }
 
 
 @serve.ingress()
@@ -70,11 +54,9 @@ class Replica:
     """Serves bundles; Ray creates it, checks its health, and drains it."""
 
     async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Load the bundles; raise `TfexportError` with the node's address if one fails."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         metrics, bundles = Metrics(), arguments.bundles
-        context = ray.get_runtime_context()
-        given = context.get_assigned_resources()
+        resources = ray.get_runtime_context().get_assigned_resources()
         self._engines = {
             name: Engine(
                 path,
@@ -82,16 +64,19 @@ class Replica:
                 observer=metrics.observer(name),
                 backend=arguments.backend,
                 form=arguments.form,
-                device=arguments.device or ("cuda" if given.get("GPU") else "cpu"),
+                device=arguments.device or ("cuda" if resources.get("GPU") else "cpu"),
                 engine=arguments.engine,
-                threads=arguments.threads or max(1, int(given.get("CPU", 1)) // len(bundles)),
+                threads=arguments.threads or max(1, int(resources.get("CPU", 1)) // len(bundles)),
                 trusted_keys=arguments.keys,
             )
             for name, path in bundles.items()
         }
         app = build_app(self._engines, arguments, metrics)
         try:
-            _check_paths(bundles.values())
+            # Nodes can have different files, so report all missing paths at once.
+            if missing := [str(path.absolute()) for path in bundles.values() if not path.exists()]:
+                problem = f"there is no bundle at {' or '.join(missing)}"
+                raise BundleError(f"{problem}; each node that runs replicas needs it under this path")
             self._app = BearerTokens(app, Path(arguments.token_file)) if arguments.token_file else app
             for engine in self._engines.values():
                 await engine.start()
@@ -106,22 +91,11 @@ class Replica:
     async def check_health(self) -> None:
         """Raise `EngineFailed` if an engine has failed or has not responded for `hang_s`.
 
-        Ray then replaces the replica, which loses its accepted requests. So engines that are only slow pass, as in
-        `/livez` and unlike in `/readyz`.
+        Ray then replaces the replica, which loses its accepted requests, so engines that are only slow pass.
         """
-        dead = [name for name, engine in self._engines.items() if not engine.is_alive]
-        if dead:
-            raise EngineFailed(f"{', '.join(dead)}: the engine has failed or hangs, and its log says why")
+        if dead := [name for name, engine in self._engines.items() if not engine.is_alive]:
+            raise EngineFailed(f"{', '.join(dead)}: the engine has failed or hangs; see its log")
 
     async def __del__(self) -> None:
         # Ray awaits this after it has answered the replica's requests.
         await asyncio.gather(*(engine.drain() for engine in self._engines.values()))
-
-
-def _check_paths(paths: Iterable[Path]) -> None:
-    # Nodes can have different files, so report all missing paths at once.
-    missing = [str(path.absolute()) for path in paths if not path.exists()]
-    if missing:
-        raise BundleError(
-            f"there is no bundle at {' or '.join(missing)}; each node that runs replicas needs it under this path"
-        )

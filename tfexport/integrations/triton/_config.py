@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from tfexport._io.strict_json import parse_json
-from tfexport.config import Config
+from tfexport.config import options_of, settings
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig
 from tfexport.serve.config import Limits, ServingConfig
@@ -24,6 +24,8 @@ BUNDLE = "bundle"
 VERSION = "1"
 # Options of `tfexport.load`. All but the last are text, even if they look like numbers.
 LOADING = ("backend", "form", "device", "engine", "threads")
+_OPTION_TYPES: dict[object, str] = {bool: "BOOL", int: "INT64", float: "FP64", str: "STRING"}
+_ANY = -1  # any size
 
 
 @dataclass(frozen=True)
@@ -37,36 +39,33 @@ class Settings:
 
     def parameters(self) -> dict[str, str]:
         """Return the settings as parameters of config.pbtxt, without defaults."""
-        loading = {name: value for name, value in self.loading.items() if value is not None}
-        changed = {**_changed(self.serving), **_changed(self.limits)}
-        return {SHA256: self.bundle_sha256, **{name: str(value) for name, value in {**loading, **changed}.items()}}
+        changed = {name: value for name, value in self.loading.items() if value is not None}
+        for config in (self.serving, self.limits):
+            for field in dataclasses.fields(config):
+                if (value := getattr(config, field.name)) != field.default:
+                    changed[field.name] = value
+        return {SHA256: self.bundle_sha256, **{name: str(value) for name, value in changed.items()}}
 
     @classmethod
     def read(cls, parameters: Mapping[str, str]) -> Settings:
         """Read config.pbtxt parameters; raise `ConfigError` for missing or invalid ones."""
         # Names in capitals are Triton's own parameters.
         parameters = {name: text for name, text in parameters.items() if not name.isupper()}
-        values = {name: _value(text) for name, text in parameters.items()}
-        parts = {kind: _part(kind, values) for kind in (ServingConfig, Limits)}
-        known = {SHA256, *LOADING, *(name for part in parts.values() for name in part)}
-        if SHA256 not in parameters or (unknown := [name for name in parameters if name not in known]):
-            problem = f"{SHA256} is missing" if SHA256 not in parameters else f"unknown {', '.join(unknown)[:200]}"
+        serving, limits = (
+            {one.name: _value(parameters.pop(one.name)) for one in dataclasses.fields(kind) if one.name in parameters}
+            for kind in (ServingConfig, Limits)
+        )
+        loading = {name: parameters.pop(name) for name in LOADING if name in parameters}
+        sha256 = parameters.pop(SHA256, None)
+        if sha256 is None or parameters:
+            problem = f"{SHA256} is missing" if sha256 is None else f"unknown {', '.join(parameters)[:200]}"
             raise ConfigError(f"parameters of config.pbtxt: {problem}; write the repository anew")
         return cls(
-            parameters[SHA256],
-            ServingConfig.from_dict(parts[ServingConfig], subject="config.pbtxt"),
-            Limits.from_dict(parts[Limits], subject="config.pbtxt"),
-            {name: (values if name == LOADING[-1] else parameters)[name] for name in LOADING if name in parameters},
+            sha256,
+            ServingConfig.from_dict(serving, subject="config.pbtxt"),
+            Limits.from_dict(limits, subject="config.pbtxt"),
+            {name: _value(text) if name == LOADING[-1] else text for name, text in loading.items()},
         )
-
-
-def _changed(config: Config) -> dict[str, Any]:
-    fields = dataclasses.fields(config)
-    return {one.name: value for one in fields if (value := getattr(config, one.name)) != one.default}
-
-
-def _part(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
 
 
 def _value(text: str) -> Any:
@@ -77,39 +76,33 @@ def _value(text: str) -> Any:
     return value if isinstance(value, int | float) else text
 
 
-_TYPES = {"BYTES": "STRING"}
-_OPTION_TYPES: dict[object, str] = {bool: "BOOL", int: "INT64", float: "FP64", str: "BYTES"}
-ANY = -1
-
-
-@dataclass(frozen=True)
-class Port:
-    """An input or output; -1 means any size."""
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
-
-
-def inputs(*, has_texts: bool, stream: bool) -> list[Port]:
-    """Return the inputs of a model: sources, and each option that a tensor can hold."""
-    number = 1 if stream else ANY
-    texts = [Port("text_input", "BYTES", (number,))] if has_texts else []
-    ids = [Port("input_ids", "INT64", (ANY,) if stream else (ANY, ANY))]
-    lengths = [] if stream else [Port("input_lengths", "INT64", (ANY,))]
-    return [*texts, *ids, *lengths, Port("prefix", "BYTES", (number,)), *_options()]
-
-
-def outputs(*, has_texts: bool, stream: bool) -> list[Port]:
-    """Return the outputs of a model; those of a stream have no batch dimension."""
-    there = {name: output for name, output in OUTPUTS.items() if has_texts or name != "text_output"}
+def _inputs(*, has_texts: bool, stream: bool) -> Iterator[str]:
+    """Yield the inputs of a model: sources, and each option that a tensor can hold."""
+    number = 1 if stream else _ANY
+    if has_texts:
+        yield _port("text_input", "STRING", [number])
+    yield _port("input_ids", "INT64", [_ANY] if stream else [_ANY, _ANY])
     if not stream:
-        return [Port(name, datatype, (ANY,) * rank) for name, (datatype, rank) in there.items()]
-    lasting = {name: datatype for name, (datatype, _) in there.items() if name != "output_lengths"}
-    return [Port(name, datatype, (ANY if name == "output_ids" else 1,)) for name, datatype in lasting.items()]
+        yield _port("input_lengths", "INT64", [_ANY])
+    yield _port("prefix", "STRING", [number])
+    for option in settings(DecodeConfig):
+        lists = [kind for kind in option.types if typing.get_origin(kind) is tuple]
+        elements = {options_of(typing.get_args(kind)[0])[0] for kind in lists}
+        kinds = (elements | {*option.types}) - {*lists, types.NoneType}
+        if len(kinds) == 1 and (datatype := _OPTION_TYPES.get(*kinds)):
+            yield _port(option.name, datatype, [_ANY if lists else 1])
 
 
-def describe(name: str, settings: Settings, *, has_texts: bool, stream: bool) -> str:
+def _outputs(*, has_texts: bool, stream: bool) -> Iterator[str]:
+    """Yield the outputs of a model; those of a stream have no batch dimension."""
+    for name, (datatype, rank) in OUTPUTS.items():
+        if (name == "text_output" and not has_texts) or (name == "output_lengths" and stream):
+            continue
+        dims = [_ANY if name == "output_ids" else 1] if stream else [_ANY] * rank
+        yield _port(name, datatype.replace("BYTES", "STRING"), dims)
+
+
+def describe(name: str, model: Settings, *, has_texts: bool, stream: bool) -> str:
     """Return the config.pbtxt of a model; `has_texts` if the bundle has a tokenizer."""
     lines = [
         f"# Written by tfexport {version('tfexport')}.",
@@ -120,31 +113,18 @@ def describe(name: str, settings: Settings, *, has_texts: bool, stream: bool) ->
         f"model_transaction_policy {{ decoupled: {str(stream).lower()} }}",
         "# The engine chooses the device, see the parameters.",
         "instance_group [ { kind: KIND_MODEL, count: 1 } ]",
-        *_ports("input", inputs(has_texts=has_texts, stream=stream), optional=True),
-        *_ports("output", outputs(has_texts=has_texts, stream=stream), optional=False),
-        *(
-            f"parameters {{ key: {_quoted(key)}, value: {{ string_value: {_quoted(value)} }} }}"
-            for key, value in settings.parameters().items()
-        ),
+    ]
+    lines += [f"input {{ {port}, optional: true }}" for port in _inputs(has_texts=has_texts, stream=stream)]
+    lines += [f"output {{ {port} }}" for port in _outputs(has_texts=has_texts, stream=stream)]
+    lines += [
+        f"parameters {{ key: {_quoted(key)}, value: {{ string_value: {_quoted(value)} }} }}"
+        for key, value in model.parameters().items()
     ]
     return "\n".join(lines) + "\n"
 
 
-def _ports(kind: str, ports: list[Port], *, optional: bool) -> Iterator[str]:
-    more = ", optional: true" if optional else ""
-    for port in ports:
-        datatype = _TYPES.get(port.datatype, port.datatype)
-        yield f"{kind} {{ name: {_quoted(port.name)}, data_type: TYPE_{datatype}, dims: {list(port.dims)}{more} }}"
-
-
-def _options() -> Iterator[Port]:
-    for name, kind in typing.get_type_hints(DecodeConfig).items():
-        kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
-        several = any(typing.get_origin(one) is tuple for one in kinds)
-        items = {typing.get_args(one)[0] if typing.get_origin(one) is tuple else one for one in kinds}
-        datatype = _OPTION_TYPES.get(*items) if len(items := items - {types.NoneType}) == 1 else None
-        if datatype:
-            yield Port(name, datatype, (ANY if several else 1,))
+def _port(name: str, datatype: str, dims: list[int]) -> str:
+    return f"name: {_quoted(name)}, data_type: TYPE_{datatype}, dims: {dims}"
 
 
 def _quoted(text: str) -> str:

@@ -27,19 +27,16 @@ from tfexport.errors import (
     TfexportError,
 )
 from tfexport.integrations.triton._config import BUNDLE, Settings
-from tfexport.integrations.triton._requests import Answering, EngineThread, as_array, read_request
+from tfexport.integrations.triton._requests import EngineThread, as_array, read_request
 from tfexport.serve.inference import Tensor, bounded
 
 MAX_STREAM_BUFFER = 1_000_000
 logger = logging.getLogger(__name__)
-# Names of errors, because Triton adds the error class to its module only after this import.
-_CODES: dict[type[TfexportError], str] = {
-    ConfigError: "INVALID_ARG",
-    InputError: "INVALID_ARG",
-    Cancelled: "CANCELLED",
-    QueueFull: "UNAVAILABLE",
-    Draining: "UNAVAILABLE",
-    DeadlineExceeded: "UNAVAILABLE",
+# Names of error codes, because Triton adds the class with the codes to its module only after this import.
+_CODES: dict[str, tuple[type[TfexportError], ...]] = {
+    "INVALID_ARG": (ConfigError, InputError),
+    "CANCELLED": (Cancelled,),
+    "UNAVAILABLE": (QueueFull, Draining, DeadlineExceeded),
 }
 
 
@@ -53,10 +50,14 @@ class TritonPythonModel:
         try:
             self._settings = Settings.read({name: one["string_value"] for name, one in config["parameters"].items()})
             bundle = Path(args["model_repository"], args["model_version"], BUNDLE)
-            self._thread = _serve(bundle, self._settings)
+            if (sha256 := open_bundle(bundle, weights=False).sha256) != self._settings.bundle_sha256:
+                problem = f"has the sha256 {sha256}, config.pbtxt names {self._settings.bundle_sha256}"
+                raise BundleError(f"bundle {bundle} {problem}; write the repository anew")
+            # Triton buffers all output for its clients, so slow clients cannot be detected here.
+            serving = dataclasses.replace(self._settings.serving, stream_buffer=MAX_STREAM_BUFFER)
+            self._thread = EngineThread(bundle, serving, stream=self._stream, **self._settings.loading)
         except TfexportError as error:
             raise pb_utils.TritonModelException(str(error)) from error
-        self._answering = self._thread.run(_answering(self._thread, self._stream))
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Pass requests to the engine, which answers each through its own sender."""
@@ -65,13 +66,12 @@ class TritonPythonModel:
             try:
                 sources, options = read_request(request, self._settings.limits, stream=self._stream)
             except TfexportError as error:
-                self._thread.call_soon(reply.fail, error)
+                self._thread.reject(reply, error)
             except Exception:
                 logger.exception("a request could not be read")
-                why = BackendError("the request could not be read; the server's log says why")
-                self._thread.call_soon(reply.fail, why)
+                self._thread.reject(reply, BackendError("the request could not be read; see the server's log"))
             else:
-                self._thread.call_soon(self._answering.take, sources, options, reply)
+                self._thread.answer(sources, options, reply)
 
     def is_ready(self) -> bool:
         """Return whether the engine accepts requests; newer versions of Triton call this."""
@@ -79,8 +79,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Answer all accepted requests and free the bundle."""
-        self._thread.run(self._answering.finish())
-        self._thread.stop()
+        self._thread.finish()
 
 
 class _Reply:
@@ -93,25 +92,10 @@ class _Reply:
         self._sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
 
     def fail(self, error: TfexportError) -> None:
-        name = next((name for kind, name in _CODES.items() if isinstance(error, kind)), "INTERNAL")
-        told = pb_utils.TritonError(bounded(str(error)), getattr(pb_utils.TritonError, name))
-        response = pb_utils.InferenceResponse([], told)
+        code = next((code for code, kinds in _CODES.items() if isinstance(error, kinds)), "INTERNAL")
+        triton_error = pb_utils.TritonError(bounded(str(error)), getattr(pb_utils.TritonError, code))
+        response = pb_utils.InferenceResponse([], triton_error)
         self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def is_gone(self) -> bool:
+    def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())
-
-
-def _serve(bundle: Path, settings: Settings) -> EngineThread:
-    if (found := open_bundle(bundle, weights=False).sha256) != settings.bundle_sha256:
-        raise BundleError(
-            f"bundle {bundle} has the sha256 {found}, config.pbtxt names {settings.bundle_sha256}; "
-            "write the repository anew"
-        )
-    # Triton buffers all output for its clients, so slow clients cannot be detected here.
-    serving = dataclasses.replace(settings.serving, stream_buffer=MAX_STREAM_BUFFER)
-    return EngineThread(bundle, serving, **settings.loading)
-
-
-async def _answering(thread: EngineThread, stream: bool) -> Answering:
-    return Answering(thread.engine, stream=stream)

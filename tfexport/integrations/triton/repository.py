@@ -1,4 +1,4 @@
-"""Write a model repository for Triton atomically, without replacing foreign files.
+"""Write a model repository for Triton atomically, and replace only its own files.
 
 NAME/config.pbtxt           configuration of the model
 NAME/1/model.py             program for Triton's Python backend
@@ -9,7 +9,6 @@ tfexport.json               sha256 of every other file
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -22,24 +21,23 @@ from typing import Any
 from tfexport._io import atomic
 from tfexport._io.extras import extra_command
 from tfexport._io.names import checked_path
-from tfexport._io.sealed_directory import plain_problem, walk, write_errors
+from tfexport._io.sealed_directory import FileEntry, plain_problem, read_manifest, walk, write_errors
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.contents import own_files
 from tfexport.config import read_as
-from tfexport.errors import BundleError, ConfigError, raise_all
+from tfexport.errors import MAX_PROBLEMS, BundleError, ConfigError, raise_all
 from tfexport.integrations.triton._config import BUNDLE, VERSION, Settings, describe
 from tfexport.serve.config import Limits, ServingConfig
 
 SEAL = "tfexport.json"
 FORMAT_VERSION = 1
-MAX_SEAL_BYTES = 16 * 1024 * 1024
 STREAM_SUFFIX = "_stream"
 # Python writes this next to a file that it runs.
 _COMPILED = re.compile(rf"[^/]+/{VERSION}/__pycache__/model\.[\w.-]+\.pyc")
-_ADVICE = "--force replaces only what tfexport wrote: move that elsewhere, or choose another name"
-_MODEL = '''"""Serves the bundle beside this file; written by tfexport {version}."""
+_ADVICE = "--force replaces only files that tfexport wrote: move that elsewhere, or choose another name"
+_MODEL = '''"""Serves the bundle next to this file; written by tfexport {version}."""
 
 try:
     from tfexport.integrations.triton.backend import TritonPythonModel
@@ -77,9 +75,6 @@ def write_repository(
         report: called with a line about each step.
         loading: options of `tfexport.load`: backend, form, device, engine, threads.
 
-    Returns:
-        The directory, without symbolic links.
-
     Raises:
         ConfigError: two models have the same name, or `output` is not a valid path.
         BundleError: a bundle is damaged or generates no text, or `output` is taken or not writable. Existing files are
@@ -91,25 +86,26 @@ def write_repository(
     raise_all(ConfigError, "triton", [f"two models are called {name}; give the bundle another name" for name in taken])
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     opened = {name: _open(path, keys) for name, path in bundles.items()}
-    what = f"repository {output}"
+    subject = f"repository {output}"
     with ExitStack() as stack:
-        with write_errors(what):
+        with write_errors(subject):
             target.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(atomic.locked(target))
             atomic.recover(target)
             _check_replaceable(target, output, force)
             folder = stack.enter_context(atomic.temporary(target))
-        with write_errors(what, folder):
+        with write_errors(subject, folder):
             for name, bundle in opened.items():
                 settings = Settings(bundle.sha256, serving, limits, loading)
-                for is_stream in (False, True) if stream else (False,):
-                    model = f"{name}{STREAM_SUFFIX}" if is_stream else name
-                    has_texts = bundle.manifest.has_tokenizer
-                    told = describe(model, settings, has_texts=has_texts, stream=is_stream)
-                    _write_model(folder / model, told, bundle)
+                for model in (name, f"{name}{STREAM_SUFFIX}") if stream else (name,):
+                    has_texts, is_stream = bundle.manifest.has_tokenizer, model != name
+                    config = describe(model, settings, has_texts=has_texts, stream=is_stream)
+                    _write_model(folder / model, config, bundle)
                     report(f"{output / model}: bundle {bundle.path} with the sha256 {bundle.sha256[:12]}…")
-            _seal(folder)
-        with write_errors(what):
+            files = {name: FileEntry.of(folder / name).sha256 for name, _ in walk(folder)}
+            sealed = seal({"format_version": FORMAT_VERSION, "tfexport": version("tfexport"), "files": files})
+            (folder / SEAL).write_bytes(sealed)
+        with write_errors(subject):
             atomic.publish(folder, target, lambda former: _check_replaceable(former, output, force))
     return target
 
@@ -117,15 +113,14 @@ def write_repository(
 def _open(path: Path, keys: TrustedKeys | None) -> Bundle:
     bundle = open_bundle(path, weights=False, trusted_keys=keys)
     if not bundle.manifest.spec.has_decoder:
-        raise BundleError(f"bundle {path} is an encoder alone and generates no text; use tfexport embed")
+        raise BundleError(f"bundle {path} is encoder-only and generates no text; use tfexport embed")
     return bundle
 
 
-def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
-    copy = folder / VERSION / BUNDLE
+def _write_model(folder: Path, config: str, bundle: Bundle) -> None:
+    copy, own = folder / VERSION / BUNDLE, version("tfexport")
     copy.mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(told, encoding="utf-8")
-    own = version("tfexport")
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     program = _MODEL.format(version=own, install=extra_command("cpu", own))
     (folder / VERSION / "model.py").write_text(program, encoding="utf-8")
     for name in sorted(own_files(bundle.path, bundle.manifest.files)):
@@ -136,14 +131,8 @@ def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
         raise BundleError(f"bundle {bundle.path} was replaced while it was copied; run it again")
 
 
-def _seal(folder: Path) -> None:
-    files = {name: _sum(folder / name) for name, _ in walk(folder)}
-    sealed = seal({"format_version": FORMAT_VERSION, "tfexport": version("tfexport"), "files": files})
-    (folder / SEAL).write_bytes(sealed)
-
-
 def _check_replaceable(folder: Path, output: Path, force: bool) -> None:
-    # `folder` is the current place of the files that the user calls `output`.
+    # `folder` has the files that the user calls `output`.
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
@@ -152,32 +141,24 @@ def _check_replaceable(folder: Path, output: Path, force: bool) -> None:
         return
     if not force:
         raise BundleError(f"output {output} exists; choose another name, or replace it with --force")
-    if not os.path.lexists(folder / SEAL):
-        raise BundleError(f"output {output} has no {SEAL}; {_ADVICE}")
-    files, problems = _sealed(folder, output), []
+    files, problems = _sealed_files(folder, output), []
     for name, status in walk(folder):
         if problem := plain_problem(name, status):
             problems.append(problem)
         elif name not in files and name != SEAL and not _COMPILED.fullmatch(name):
             problems.append(f"{name!r} is not part of it")
-        elif name in files and _sum(folder / name) != files[name]:
+        elif name in files and FileEntry.of(folder / name).sha256 != files[name]:
             problems.append(f"{name!r} was changed")
-    if problems:
-        raise BundleError(f"output {output}: {'; '.join(sorted(problems)[:10])}; {_ADVICE}")
+    raise_all(BundleError, f"output {output}", sorted(problems)[:MAX_PROBLEMS], remedy=_ADVICE)
 
 
-def _sealed(folder: Path, output: Path) -> dict[str, str]:
-    status = os.lstat(folder / SEAL)
-    if plain_problem(SEAL, status) or status.st_size > MAX_SEAL_BYTES:
-        raise BundleError(f"output {output}: {SEAL} is no plain file of at most {MAX_SEAL_BYTES} bytes; {_ADVICE}")
-
-    def read(data: dict[str, Any]) -> dict[str, str]:
-        files: dict[str, str] = read_as(Mapping[str, str], data.get("files"), subject=SEAL, place="files")
+def _sealed_files(folder: Path, output: Path) -> Mapping[str, str]:
+    def read(data: dict[str, Any]) -> Mapping[str, str]:
+        files: Mapping[str, str] = read_as(Mapping[str, str], data.get("files"), subject=SEAL, place="files")
         return files
 
-    return unseal((folder / SEAL).read_bytes(), read, name=SEAL, format_version=FORMAT_VERSION, remedy=_ADVICE)
-
-
-def _sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        raw = read_manifest(folder, SEAL)
+    except BundleError as error:
+        raise BundleError(f"output {output}: {error}; {_ADVICE}") from error
+    return unseal(raw, read, name=SEAL, format_version=FORMAT_VERSION, remedy=_ADVICE)
