@@ -12,8 +12,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,7 @@ class KernelStore:
     def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
         """Create a store in the engine's folder; `plans` has the sha256 of each plan."""
         self._plans = plans
-        self._bound: dict[str, Any] = {
-            "library_version": library_version,
-            "gpu": gpu.name,
-            "driver": gpu.driver_version,
-        }
+        self._bound: dict[str, Any] = dict(library_version=library_version, gpu=gpu.name, driver=gpu.driver_version)
         name = "-".join(self._bound.values())
         self._folder = engine / KERNELS / re.sub("[^A-Za-z0-9.]+", "-", name)
         self._has_warned = False
@@ -62,9 +57,13 @@ class KernelStore:
     def read(self, plan: str) -> bytes | None:
         """Return the kernels of a plan, or None if the store has none that match."""
         try:
-            with _opened(self._folder) as folder:
+            # Another process may replace the folder; an open descriptor reads all files from one version.
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
                 entry = self._entries(folder).get(plan)
                 return None if entry is None else _read_entry(folder, plan + KERNELS_SUFFIX, entry)
+            finally:
+                os.close(folder)
         except FileNotFoundError:
             return None
         except (OSError, BundleError) as error:
@@ -110,16 +109,6 @@ class KernelStore:
         if {name: getattr(index, name) for name in self._bound} != self._bound:
             return {}
         return {plan: entry for plan, entry in index.plans.items() if self._plans.get(plan) == entry.plan_sha256}
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    # Another process may replace the folder; an open descriptor reads all files from one version.
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _read_entry(folder: int, name: str, entry: _Entry) -> bytes:

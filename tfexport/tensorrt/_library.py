@@ -44,34 +44,30 @@ _DTYPES: dict[DType, str] = {
 
 
 class Log:
-    """Newest messages from INFO up, and errors; the library does not separate calls."""
+    """Newest messages from INFO up, and errors, of all calls of the library."""
 
     def __init__(self) -> None:
         self.records: deque[tuple[str, str]] = deque(maxlen=MAX_RECORDS)  # severity and message
         self._errors: deque[str] = deque(maxlen=MAX_ERRORS)
 
     def take(self, severity: str, message: str) -> None:
-        """Append a message."""
         self.records.append((severity, message))
         if severity.endswith("ERROR"):
             self._errors.append(message)
 
     def lines(self) -> list[str]:
-        """Return the messages as lines of text, such as "WARNING message"."""
         return [f"{severity} {line}" for severity, message in list(self.records) for line in message.splitlines()]
 
     def problems(self) -> list[str]:
         """Return each distinct error in one line, without errors about a missing driver."""
         errors = list(self._errors)
-        found = dict.fromkeys(map(without_noise, errors))
-        return [message for message in found if message] or list(dict.fromkeys(map(_one_line, errors)))
+        found = filter(None, map(without_noise, errors))
+        return list(dict.fromkeys(found) or dict.fromkeys(" ".join(error.split()) for error in errors))
 
     def reason(self) -> str:
-        """Return the problems as one text."""
         return "; ".join(self.problems()) or "TensorRT gives no reason"
 
     def clear(self) -> None:
-        """Discard all messages, so that the next error has only its own reasons."""
         self.records.clear()
         self._errors.clear()
 
@@ -88,14 +84,13 @@ class Logger:
         self._lock = threading.Lock()
 
     def listen(self) -> Log:
-        """Return a log that receives every message from now on."""
         log = Log()
         with self._lock:
             self._logs.add(log)
         return log
 
     def log(self, severity: Any, message: str) -> None:
-        """Forward a message to all logs; the library calls this from any thread."""
+        # The library calls this from any thread.
         if severity.name in _SEVERITIES:
             with self._lock:
                 logs = list(self._logs)
@@ -105,25 +100,24 @@ class Logger:
 
 @dataclass(frozen=True)
 class Library:
-    """An imported library."""
-
     target: Target
     trt: Any  # the module
     version: str  # in full, such as "1.7.1.116"
     logger: Logger  # also an `ILogger`
 
+    def __str__(self) -> str:
+        return f"{self.target} {self.version}"
+
     @property
     def builds_without_gpu(self) -> bool:
-        """Whether engines are built for named compute capabilities, without a GPU."""
         return hasattr(self.trt.IBuilderConfig, "num_compute_capabilities")
 
     @property
     def updates_caches_in_place(self) -> bool:
-        """Whether the library supports `TensorScatter`, which the static form needs."""
+        """Whether the library supports `TensorScatter`, which the static variant needs."""
         return hasattr(self.trt.LayerType, "KV_CACHE_UPDATE")
 
     def listen(self) -> Log:
-        """Return a log that receives every message from now on."""
         return self.logger.listen()
 
     def builder(self, log: Log) -> Any:
@@ -133,7 +127,6 @@ class Library:
         return self._make(self.trt.Builder, log)
 
     def runtime(self, log: Log) -> Any:
-        """Create an `IRuntime`; raise `BackendError` if there is no GPU."""
         need_gpu()  # without a GPU, the library crashes the process
         return self._make(self.trt.Runtime, log)
 
@@ -143,7 +136,7 @@ class Library:
         except TypeError:  # the bindings raise it for a null pointer
             made = None
         if made is None:
-            raise EngineError(f"{self.target} {self.version}: {cls.__name__} cannot be made: {log.reason()}")
+            raise EngineError(f"{self}: cannot create a {cls.__name__}: {log.reason()}")
         return made
 
     def strongly_typed(self) -> int:
@@ -157,7 +150,7 @@ class Library:
     def compute_capabilities(self) -> dict[str, Any]:
         """Return the compute capabilities to build for, such as {"8.6": SM86}.
 
-        The result is empty if the library builds only for the GPU at hand.
+        The result is empty if the library builds only for the local GPU.
         """
         names = getattr(getattr(self.trt, "ComputeCapability", None), "__members__", {})
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
@@ -169,19 +162,14 @@ _loaded: list[Library] = []
 
 
 def installed_targets() -> tuple[Target, ...]:
-    """List the installed libraries without importing them."""
     return tuple(target for target, module in MODULES.items() if importlib.util.find_spec(module) is not None)
 
 
 def load_library(target: Target | None = None) -> Library:
     """Import one of the libraries, once per process.
 
-    Args:
-        target: None chooses the library that is already loaded, else TensorRT if it is installed and there is a GPU,
-            else TensorRT-RTX.
-
-    Raises:
-        BackendError: the library is not installed or not usable, or the other one is already loaded.
+    By default, this is the library that is already loaded, else TensorRT if it is installed and there is a GPU, else
+    TensorRT-RTX.
     """
     with _lock:
         if not _loaded:
@@ -190,19 +178,13 @@ def load_library(target: Target | None = None) -> Library:
         library = _loaded[0]
     if target not in (None, library.target):
         raise BackendError(
-            f"{target}: {library.target} is loaded in this process already, and the two do not go together; "
-            "use another process"
+            f"{target}: {library.target} is already loaded, and a process can use only one of them; use another process"
         )
     return library
 
 
 def without_noise(message: str) -> str:
-    """Return a message in one line, without the text about a missing driver."""
     return " ".join(line.strip() for line in message.splitlines() if _NO_DRIVER not in line)
-
-
-def _one_line(message: str) -> str:
-    return " ".join(line.strip() for line in message.splitlines())
 
 
 def _choose(installed: tuple[Target, ...], *, has_gpu: bool) -> Target:
@@ -212,7 +194,7 @@ def _choose(installed: tuple[Target, ...], *, has_gpu: bool) -> Target:
         return "tensorrt-rtx"
     if installed:
         raise BackendError(
-            "tensorrt: it is installed but builds and runs on a GPU only, and there is none here; "
+            "tensorrt: it is installed but needs a GPU to build and run, and there is none; "
             f"to build without one: {INSTALL['tensorrt-rtx']}"
         )
     raise BackendError(

@@ -1,16 +1,16 @@
 """Define the manifest of an engine, which decides whether plans can be loaded."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.config import Config, Count, Match, Sha256
-from tfexport.contract import ENCODER, REORDER, TensorSpec
-from tfexport.errors import ConfigError, shortened
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, decoder_plans
+from tfexport.contract import TensorSpec
+from tfexport.errors import shortened
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, num_profiles, plan_names
 
 
 class BuildMachine(Config, subject="machine"):
@@ -24,12 +24,10 @@ class BuildMachine(Config, subject="machine"):
 
 
 class PlanEntry(FileEntry, subject="plan"):
-    """One serialized plan."""
-
     file: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    aliases: Mapping[str, str]  # output to the input whose memory it shares; present to past in the static form
+    aliases: Mapping[str, str]  # output to the input whose memory it shares; present to past in the static variant
     profiles: tuple[Profile, ...]  # step and prefill for a decoder
     layers: Mapping[str, Count]  # by type
 
@@ -42,7 +40,7 @@ class PlanEntry(FileEntry, subject="plan"):
                 shapes = (shape.min, shape.opt, shape.max)
                 ascends = all(0 <= least <= usual <= most for least, usual, most in zip(*shapes, strict=False))
                 if name not in inputs:
-                    yield f"profile {index} has {name[:80]!r}, which is no input"
+                    yield f"profile {index} has {name[:80]!r}, which is not an input"
                 elif len(set(map(len, shapes))) > 1 or not ascends:
                     spelled = " ".join(map(str, shapes))[:80]
                     yield f"profiles[{index}].{name[:80]} has {spelled}, expected shapes that ascend from 0"
@@ -52,73 +50,49 @@ class PlanEntry(FileEntry, subject="plan"):
 
 
 class EngineManifest(Config, subject=ENGINE_MANIFEST):
-    """Contents of engine.json.
-
-    Flags and types are stored by name, because their numbers differ between versions.
-
-    Attributes:
-        library_version: full version of the library that built the engine.
-        config: resolved build options: target, form, precision, lengths, compute capabilities.
-        flags: builder flags that were set; TF32 is not among them, so float32 is exact.
-        sources: sha256 of every bundle file that the engine was made from, by name.
-        plans: plans by name: encoder, those of `decoder_plans`, reorder.
-        versions: versions of the build tools, by name.
-        log: the library's log of the build; None for old engines, which do not list it.
-    """
+    """Contents of engine.json; names of flags and types are stable between versions, unlike their numbers."""
 
     format_version: int
     library_version: Annotated[str, Match(r"\d+(\.\d+)+\S*", "a version such as 10.13.3")]
-    config: EngineConfig
+    config: EngineConfig  # resolved
     limits: EngineLimits
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # of the builder
     machine: BuildMachine
-    sources: Mapping[str, Sha256]
+    sources: Mapping[str, Sha256]  # of the bundle's files that the engine was built from
     plans: Mapping[str, PlanEntry]
-    versions: Mapping[str, str]
-    log: FileEntry | None = None
+    versions: Mapping[str, str]  # of the build tools
+    log: FileEntry
 
     def _problems(self) -> Iterator[str]:
-        config, machine, form = self.config, self.machine, self.config.form
+        config, machine = self.config, self.machine
         for name in ("target", "precision", "max_source_length"):
             if getattr(config, name) is None:
-                yield f"config.{name} is null, expected what was chosen"
+                yield f"config.{name} is null, expected the resolved value"
         if self.limits.capacities != config.capacities:
             yield f"limits.capacities are {self.limits.capacities}, expected config's, {config.capacities}"
         if config.target == "tensorrt" and not (machine.gpu and machine.compute_capability):
-            yield "machine names no GPU, which a plan of tensorrt is bound to"
+            yield "machine names no GPU, expected the one that the plans of tensorrt are bound to"
         if config.target == "tensorrt-rtx" and not config.compute_capabilities:
-            yield "config.compute_capabilities is empty, which a plan of tensorrt-rtx is bound to"
+            yield "config.compute_capabilities is empty, expected those that the plans of tensorrt-rtx are bound to"
         if not self.sources:
-            yield "sources is empty, expected the files that the engine was made from"
-        expected = [ENCODER, *([*decoder_plans(form, self.limits), REORDER] if form else [])]
+            yield "sources is empty, expected the files that the engine was built from"
+        expected = plan_names(config.form, self.limits)
         if sorted(self.plans) != sorted(expected):
             yield f"plans are {', '.join(sorted(self.plans)) or 'none'}, expected {', '.join(sorted(expected))}"
             return
         for name, plan in self.plans.items():
             if plan.file != f"{name}.plan":
                 yield f"plans.{name}.file is {shortened(plan.file)}, expected {name}.plan"
-            wanted = 1 if name in (ENCODER, REORDER) else 2
-            if len(plan.profiles) != wanted:
-                yield f"plans.{name} has {len(plan.profiles)} profiles, expected {wanted}"
+            if len(plan.profiles) != num_profiles(name):
+                yield f"plans.{name} has {len(plan.profiles)} profiles, expected {num_profiles(name)}"
 
     @property
     def files(self) -> dict[str, FileEntry]:
         """All files of the engine except its manifest, signature and compiled kernels."""
-        return {plan.file: plan for plan in self.plans.values()} | ({BUILD_LOG: self.log} if self.log else {})
+        return {BUILD_LOG: self.log, **{plan.file: plan for plan in self.plans.values()}}
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as sealed JSON."""
         return seal(self.to_dict())
-
-    @classmethod
-    def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        # Earlier versions could strip weights from plans and refit them.
-        config = data.get("config")
-        if not isinstance(config, dict):
-            return data
-        if config.get("strip_weights", False) is not False:
-            raise ConfigError("config.strip_weights is set, and weights are no longer put into plans that lack them")
-        return data | {"config": {name: config[name] for name in config if name not in ("refit", "strip_weights")}}
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:

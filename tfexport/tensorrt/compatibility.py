@@ -1,8 +1,7 @@
 """Check whether an engine can be used on this machine with this bundle.
 
 TensorRT binds a plan to its exact version and GPU model, unless the plan was built to be compatible. TensorRT-RTX binds
-a plan to its version and to the compute capabilities that it was built for (NVIDIA's documentation, "Version
-Compatibility", "Hardware Compatibility" and "Engine portability").
+a plan to its version and the compute capabilities that it was built for (see "Engine portability" in its manual).
 """
 
 from __future__ import annotations
@@ -58,19 +57,14 @@ class Incompatibility:
 
 def this_machine() -> Machine:
     """Describe this machine without importing a library or creating a CUDA context."""
-    gpus = find_gpus()
     distributions = importlib.metadata.packages_distributions()
     libraries = {
         target: importlib.metadata.version(names[0])
         for target in installed_targets()
         if (names := distributions.get(MODULES[target]))
     }
-    return Machine(
-        system=platform.system(),
-        architecture=platform.machine(),
-        libraries=libraries,
-        gpu=gpus[0] if gpus else None,
-    )
+    gpu = next(iter(find_gpus()), None)
+    return Machine(system=platform.system(), architecture=platform.machine(), libraries=libraries, gpu=gpu)
 
 
 def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine) -> list[Incompatibility]:
@@ -128,11 +122,10 @@ def _library_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
 
 
 def _version_fits(manifest: EngineManifest, version: str) -> bool:
-    if version == manifest.library_version:
-        return True
     built, now = _numbers(manifest.library_version), _numbers(version)
     same_major = built[0] == now[0] or (built[0], now[0]) == (10, 11)
-    return manifest.config.version_compatible and same_major and now >= built
+    is_newer = manifest.config.version_compatible and same_major and now >= built
+    return is_newer or version == manifest.library_version
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -140,29 +133,26 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) -> Iterator[Incompatibility]:
-    config, built = manifest.config, manifest.machine
-    remedy = _rebuild(bundle, config)
+    config, built, gpu = manifest.config, manifest.machine, machine.gpu
+    built_gpu = f"{built.gpu} ({built.compute_capability})"
     systems = (f"{built.system} {built.architecture}", f"{machine.system} {machine.architecture}")
     if config.target == "tensorrt" and systems[0] != systems[1]:
-        yield Incompatibility("system", systems[0], systems[1], remedy)
-    if machine.gpu is None:
-        wanted = ", ".join(config.compute_capabilities) or f"{built.gpu} ({built.compute_capability})"
-        yield Incompatibility("GPU", wanted, "none that can be used", "tfexport doctor says why")
-    elif config.target == "tensorrt-rtx":
-        here = machine.gpu.compute_capability
-        if here not in config.compute_capabilities:
-            # An unnamed capability can only be built by itself, on a GPU that has it.
-            others = tuple(each for each in config.compute_capabilities if each in NAMED and here in NAMED)
-            wider = replace(config, compute_capabilities=(*others, here))
-            yield Incompatibility(
-                "compute capability",
-                ", ".join(config.compute_capabilities),
-                _spell(machine.gpu),
-                _rebuild(bundle, wider),
-            )
-    elif not _gpu_fits(manifest, machine.gpu):
-        level = {"none": ""}.get(config.hardware_compatibility, f", compatible with {config.hardware_compatibility}")
-        yield Incompatibility("GPU", f"{built.gpu} ({built.compute_capability}){level}", _spell(machine.gpu), remedy)
+        yield Incompatibility("system", *systems, _rebuild(bundle, config))
+    if gpu is None:
+        wanted = ", ".join(config.compute_capabilities) or built_gpu
+        yield Incompatibility("GPU", wanted, "none that can be used", "run tfexport doctor for the reason")
+        return
+    capability, capabilities = gpu.compute_capability, config.compute_capabilities
+    here = f"{capability} ({gpu.name})"
+    if config.target == "tensorrt-rtx" and capability not in capabilities:
+        # An unnamed capability can only be built by itself, on a GPU that has it.
+        others = tuple(each for each in capabilities if each in NAMED and capability in NAMED)
+        wider = _rebuild(bundle, replace(config, compute_capabilities=(*others, capability)))
+        yield Incompatibility("compute capability", ", ".join(capabilities), here, wider)
+    if config.target == "tensorrt" and not _gpu_fits(manifest, gpu):
+        level = config.hardware_compatibility
+        compatible = "" if level == "none" else f", compatible with {level}"
+        yield Incompatibility("GPU", f"{built_gpu}{compatible}", here, _rebuild(bundle, config))
 
 
 def _gpu_fits(manifest: EngineManifest, gpu: Gpu) -> bool:
@@ -172,7 +162,3 @@ def _gpu_fits(manifest: EngineManifest, gpu: Gpu) -> bool:
     if level == "same_compute_capability":
         return gpu.compute_capability == built.compute_capability
     return (gpu.name, gpu.compute_capability) == (built.gpu, built.compute_capability)
-
-
-def _spell(gpu: Gpu) -> str:
-    return f"{gpu.compute_capability} ({gpu.name})"

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
-from tfexport.contract import DECODER, Form, ModelSpec, key_value_names
+from tfexport.contract import DECODER, ENCODER, REORDER, Form, GraphSpec, ModelSpec, graph_contract, key_value_names
 from tfexport.precision import Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -32,77 +32,63 @@ Profile = Mapping[str, ShapeRange]  # by input name
 class EngineConfig(Config, subject="engine"):
     """Options for building TensorRT engines from the graphs of a bundle.
 
-    If an option is not set, the build uses the target that fits this machine, the static form if the target supports it
-    for this model, the precision and lengths of the bundle, and otherwise the library's default. `max_batch` counts
-    hypotheses: a source takes `num_beams` of them. The three `*_shapes` options override the profiles in trtexec's
-    syntax: "source_ids:4x64,target_ids:4x1".
+    The three `*_shapes` options override the profiles in trtexec's syntax, "source_ids:4x64,target_ids:4x1".
     """
 
     target: Annotated[
         Target | None,
-        Help("Library to build with; auto takes tensorrt if it is installed and a GPU is there, else tensorrt-rtx."),
+        Help("Library to build with; auto selects tensorrt if it is installed and has a GPU, else tensorrt-rtx."),
     ] = None
     form: Annotated[
-        Form | None,
-        Help("Of the decoder; static if the library takes it of this model and the bundle has it when not given."),
+        Form | None, Help("Decoder variant; by default static if the bundle has it and the library supports it.")
     ] = None
-    precision: Annotated[Precision | None, Help("The bundle's own when not given.")] = None
-    weights: Annotated[WeightType | None, Help("Store the matrices of linear maps in fewer bits.")] = None
-    max_batch: Annotated[Size, Help("Most sources, and most hypotheses, at once.")] = 32
-    max_source_length: Annotated[Size | None, Help("Most source tokens; the bundle's limit when not given.")] = None
-    max_target_length: Annotated[Size | None, Help("Most target tokens; the bundle's limit when not given.")] = None
+    precision: Annotated[Precision | None, Help("By default that of the bundle.")] = None
+    weights: Annotated[WeightType | None, Help("Store the matrices of linear layers in a narrower type.")] = None
+    max_batch: Annotated[Size, Help("Maximum number of sources, and of hypotheses, in a batch.")] = 32
+    max_source_length: Annotated[Size | None, Help("Maximum source tokens; by default the bundle's limit.")] = None
+    max_target_length: Annotated[Size | None, Help("Maximum target tokens; by default the bundle's limit.")] = None
     capacities: Annotated[
         tuple[int, ...],
         Help(
-            "Positions of the caches that decoders of the static form are built for besides max-target-length, such "
-            "as 128,512; each is one more decoder in device memory. Chosen when not given; max-target-length alone "
-            "means one."
+            "Cache lengths below max-target-length to build static decoders for, such as 128,512. Each takes device "
+            "memory for one more decoder. Chosen by default; the value of max-target-length builds one decoder."
         ),
     ] = ()
     min_shapes: Annotated[str, Help("Smallest shapes, as in trtexec.")] = ""
     opt_shapes: Annotated[str, Help("Shapes to tune for, as in trtexec.")] = ""
     max_shapes: Annotated[str, Help("Largest shapes, as in trtexec.")] = ""
-    workspace_mib: Annotated[Size | None, Help("Scratch memory of a layer in MiB.")] = None
+    workspace_mib: Annotated[Size | None, Help("Maximum scratch memory of a layer in MiB.")] = None
     builder_optimization_level: Annotated[
-        int | None, Ge(0), Le(5), Help("0 to 5; higher builds longer for faster engines.")
+        int | None, Ge(0), Le(5), Help("0 to 5; higher levels build longer for faster engines.")
     ] = None
-    timing_cache: Annotated[str | None, Help("Directory of kernel timings, read and written (tensorrt).")] = None
+    timing_cache: Annotated[str | None, Help("Directory to read and write kernel timings (tensorrt).")] = None
     version_compatible: Annotated[bool, Help("Let newer versions load the engines (tensorrt).")] = False
     hardware_compatibility: Annotated[
-        HardwareCompatibility, Help("Which other GPUs may run the engines (tensorrt).")
+        HardwareCompatibility, Help("Which other GPUs can run the engines (tensorrt).")
     ] = "none"
     compute_capabilities: Annotated[
         tuple[str, ...],
         Match(r"[1-9][0-9]?\.[0-9]", "major.minor such as 8.6"),
-        Help("GPUs to build for, such as 8.9; may be given several times (tensorrt-rtx)."),
+        Help("GPUs to build for, such as 8.9; can be given several times (tensorrt-rtx)."),
     ] = ()
 
     def _problems(self) -> list[str]:
         problems = _capacity_problems(self.capacities)
         if self.form == "contrib":
-            problems.append("form is contrib, which is for ONNX Runtime alone; use static or concat")
+            problems.append("form is contrib, which only ONNX Runtime supports; use static or concat")
         if self.form == "concat" and self.capacities:
-            problems.append("capacities are for the static form; leave them out, or choose static")
+            problems.append("capacities are only for the static variant; leave them out or choose --form static")
         return problems
 
 
 class EngineLimits(Config, subject="limits"):
-    """Largest shapes that the profiles of an engine accept.
+    """Largest shapes that the profiles of an engine accept."""
 
-    Attributes:
-        max_batch: sources, and also hypotheses of all sources together.
-        max_source_length: tokens of a source.
-        max_target_length: tokens of a target; in the static form the largest capacity of the caches.
-        max_candidates: candidate tokens that a step can return.
-        capacities: cache capacities of the decoders of the static form, ascending to max_target_length; empty for the
-            concat form, for encoder-only bundles and for old engines with one decoder.
-    """
-
-    max_batch: Size
+    max_batch: Size  # sources, and also hypotheses of all sources together
     max_source_length: Size
     max_target_length: SizeOrZero
-    max_candidates: SizeOrZero
-    capacities: tuple[int, ...] = ()
+    max_candidates: SizeOrZero  # that a step can return
+    capacities: tuple[int, ...] = ()  # of the static decoders' caches, ascending to max_target_length
 
     def _problems(self) -> list[str]:
         problems = _capacity_problems(self.capacities)
@@ -129,14 +115,31 @@ def decoder_plan(form: Form, capacity: int, limits: EngineLimits) -> str:
     return DECODER[form] if is_largest else f"{DECODER[form]}_{capacity}"
 
 
-def decoder_plans(form: Form, limits: EngineLimits) -> dict[str, int]:
+def decoder_plans(form: Form | None, limits: EngineLimits) -> dict[str, int]:
     """Return the capacity of every decoder plan by name, the smallest first."""
     capacities = limits.capacities or (limits.max_target_length,)
-    return {decoder_plan(form, capacity, limits): capacity for capacity in capacities}
+    return {decoder_plan(form, capacity, limits): capacity for capacity in capacities} if form else {}
 
 
-def cache_aliases(spec: ModelSpec) -> dict[str, str]:
-    """Map outputs to inputs of caches that a static decoder writes in place."""
+def plan_names(form: Form | None, limits: EngineLimits) -> list[str]:
+    """Return the names of all plans; only the encoder if `form` is None."""
+    return [ENCODER, *decoder_plans(form, limits), REORDER] if form else [ENCODER]
+
+
+def plan_contract(plan: str, spec: ModelSpec, form: Form | None) -> GraphSpec:
+    """Return the inputs and outputs of a plan."""
+    return graph_contract(spec, plan if form is None or plan in (ENCODER, REORDER) else DECODER[form])
+
+
+def num_profiles(plan: str) -> int:
+    """Return the number of profiles: step and prefill for a decoder, one for others."""
+    return 1 if plan in (ENCODER, REORDER) else 2
+
+
+def cache_aliases(plan: str, spec: ModelSpec, form: Form | None) -> dict[str, str]:
+    """Map outputs to inputs of the caches that a plan writes in place."""
+    if form != "static" or plan in (ENCODER, REORDER):
+        return {}
     presents, pasts = (key_value_names(prefix, spec.layers) for prefix in ("present", "past"))
     return dict(zip(presents, pasts, strict=True))
 

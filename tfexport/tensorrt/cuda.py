@@ -17,27 +17,22 @@ from tfexport._io.extras import install_command, older_cuda_command
 from tfexport.errors import BackendError
 
 Array = NDArray[Any]
+_CAPABILITY = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU.
-
-    Attributes:
-        index: position in CUDA_VISIBLE_DEVICES, from 0.
-        compute_capability: such as "8.9".
-        driver_version: newest CUDA version that the driver supports, such as "13.0".
-    """
+    """A GPU that CUDA_VISIBLE_DEVICES does not hide."""
 
     index: int
     name: str
     compute_capability: str
     memory_bytes: int
-    driver_version: str
+    driver_version: str  # newest CUDA version that the driver supports
 
 
 def find_gpus() -> list[Gpu]:
-    """List the GPUs without a CUDA context; empty without cuda-python or the driver."""
+    """List the GPUs without creating a CUDA context."""
     return _probe()[0]
 
 
@@ -60,7 +55,7 @@ def _probe() -> tuple[list[Gpu], str]:
         return _list_gpus(driver), "the driver finds none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     except BackendError as error:
         return [], f"{error}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    except RuntimeError:  # the bindings raise it if libcuda is not found
+    except RuntimeError:  # libcuda was not found
         return [], "the NVIDIA driver is not installed; install it or choose another backend"
 
 
@@ -73,10 +68,11 @@ def _ask(driver: Any, name: str, *arguments: Any) -> Any:
 
 def _version_problem(driver: Any) -> str | None:
     # With a driver older than cuda-python, every call of the runtime fails.
-    runs, needed = _ask(driver, "cuDriverGetVersion"), driver.CUDA_VERSION // 1000
-    if runs // 1000 >= needed:
+    supported, needed = _ask(driver, "cuDriverGetVersion"), driver.CUDA_VERSION // 1000
+    if supported // 1000 >= needed:
         return None
-    return f"the driver runs CUDA {_spell(runs)} and cuda-python is for CUDA {needed}; {_newer_driver(needed)}"
+    supports = f"the driver supports CUDA {_spell(supported)} and cuda-python is for CUDA {needed}"
+    return f"{supports}; {_newer_driver(needed)}"
 
 
 def _newer_driver(major: int) -> str:
@@ -91,39 +87,29 @@ def _spell(version: int) -> str:
 def _list_gpus(driver: Any) -> list[Gpu]:
     ask = functools.partial(_ask, driver)
     ask("cuInit", 0)
-    version = ask("cuDriverGetVersion")
-    kind = driver.CUdevice_attribute
-    major = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    minor = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    version = _spell(ask("cuDriverGetVersion"))
     found = []
     for index in range(ask("cuDeviceGetCount")):
         device = ask("cuDeviceGet", index)
-        found.append(
-            Gpu(
-                index=index,
-                name=ask("cuDeviceGetName", 256, device).split(b"\0")[0].decode(errors="replace"),
-                compute_capability=f"{ask('cuDeviceGetAttribute', major, device)}."
-                f"{ask('cuDeviceGetAttribute', minor, device)}",
-                memory_bytes=int(ask("cuDeviceTotalMem", device)),
-                driver_version=_spell(version),
-            )
-        )
+        name = ask("cuDeviceGetName", 256, device).split(b"\0")[0].decode(errors="replace")
+        kinds = [getattr(driver.CUdevice_attribute, f"{_CAPABILITY}_{part}") for part in ("MAJOR", "MINOR")]
+        capability = ".".join(str(ask("cuDeviceGetAttribute", kind, device)) for kind in kinds)
+        found.append(Gpu(index, name, capability, int(ask("cuDeviceTotalMem", device)), version))
     return found
 
 
+@dataclass
 class Graph:
-    """A captured CUDA graph; `handle` is 0 until the capture has ended."""
+    """A CUDA graph; its handle is 0 during the capture."""
 
-    def __init__(self) -> None:
-        self.handle = 0
+    handle: int = 0
 
 
 class Cuda:
     """The CUDA runtime on the first GPU; raises `BackendError` if a call fails.
 
-    Device memory, streams and events are integers, as TensorRT takes them; the caller frees them. Copies and launches
-    are queued on a stream and return at once. The memory that they use belongs to the device until the caller has
-    waited for a later event.
+    Device memory, streams and events are integers; the caller frees them. Copies and launches are only queued on a
+    stream. The memory that they use belongs to the device until the caller has waited for a later event.
     """
 
     def __init__(self) -> None:
@@ -166,10 +152,7 @@ class Cuda:
         self._copy(destination, source, num_bytes, "cudaMemcpyDeviceToDevice", stream)
 
     def copy_2d(self, destination: int, pitch: int, source: int, source_pitch: int, num_rows: int, stream: int) -> None:
-        """Queue a device copy of rows whose length changes; pitches are bytes per row.
-
-        If the destination's rows are longer, their ends do not change.
-        """
+        """Queue a device copy of rows whose length changes; pitches are bytes per row."""
         how, width = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, min(pitch, source_pitch)
         self._call("cudaMemcpy2DAsync", destination, pitch, source, source_pitch, width, num_rows, how, stream)
 
@@ -207,10 +190,9 @@ class Cuda:
 
     @contextmanager
     def capture(self, stream: int) -> Iterator[Graph]:
-        """Capture the work that the block queues on a stream, instead of running it.
+        """Capture the work that the block queues on a stream; the graph can run after it.
 
-        The block must neither wait nor allocate. Other threads are not affected. The yielded graph can be launched
-        after the block.
+        The block must neither wait nor allocate. Other threads are not affected.
         """
         graph = Graph()
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -231,7 +213,7 @@ class Cuda:
             raise
 
     def _abandon_capture(self, stream: int) -> None:
-        # The stream is unusable until a failed capture ends. The capture's own error codes add nothing.
+        # The stream is unusable until a failed capture ends.
         _, *made = self._runtime.cudaStreamEndCapture(stream)
         if made and made[0] and int(made[0]):
             self._runtime.cudaGraphDestroy(made[0])
@@ -243,8 +225,7 @@ class Cuda:
 
     def destroy_graph(self, graph: Graph) -> None:
         """Free a graph that is not running."""
-        if graph.handle:
-            self._call("cudaGraphExecDestroy", graph.handle)
+        self._call("cudaGraphExecDestroy", graph.handle)
 
     def _copy(self, destination: int, source: int, num_bytes: int, kind: str, stream: int) -> None:
         if num_bytes:

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,30 +28,20 @@ from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.build.builder import build_engine, builder_flags
 from tfexport.tensorrt.build.network import Graph, check_contract, parse_graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resolve
-from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, EngineLimits, Profile, engine_key
+from tfexport.tensorrt.config import (
+    PREFILL,
+    STEP,
+    EngineConfig,
+    EngineLimits,
+    Profile,
+    cache_aliases,
+    engine_key,
+    plan_contract,
+)
 from tfexport.tensorrt.cuda import find_gpus
-from tfexport.tensorrt.store import add_engine
+from tfexport.tensorrt.store import StoredEngine, add_engine
 
 _BOUNDS = ("min", "opt", "max")
-
-
-@dataclass(frozen=True)
-class BuiltEngine:
-    """Name, folder and manifest of an engine that `build_engines` has built."""
-
-    name: str
-    path: Path
-    manifest: EngineManifest
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON values."""
-        return {"name": self.name, "path": str(self.path), "manifest": self.manifest.to_dict()}
-
-    def lines(self) -> list[str]:
-        """Return one line for the terminal."""
-        size = sum(plan.bytes for plan in self.manifest.plans.values())
-        kinds = f"{self.manifest.config.target} {self.manifest.library_version}"
-        return [f"{self.path}: {kinds}, {', '.join(self.manifest.plans)}, {size / 1e6:.1f} MB"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +58,7 @@ class Estimate:
     config: EngineConfig
     limits: EngineLimits
     flags: tuple[str, ...]
-    profiles: dict[str, tuple[Profile, ...]]
+    profiles: Mapping[str, tuple[Profile, ...]]
     memory: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,12 +71,12 @@ class Estimate:
         kind = ", ".join(part for part in (config.form, config.precision, config.weights) if part)
         lines = [
             f"would build {self.name} with {config.target} {self.library_version}: {kind}",
-            f"  for    {', '.join(config.compute_capabilities) or 'the GPU at hand'}",
+            f"  for    {', '.join(config.compute_capabilities) or 'the local GPU'}",
             f"  flags  {', '.join(self.flags)}",
             *("", "Limits", *(f"  {name:<18} {_spell(value)}" for name, value in asdict(self.limits).items())),
         ]
         for plan, profiles in self.profiles.items():
-            kinds = ("",) if plan in (ENCODER, REORDER) else (", step", ", prefill")
+            kinds = (", step", ", prefill") if len(profiles) > 1 else ("",)
             for of_profile, profile in zip(kinds, profiles, strict=True):
                 lines += ["", f"Plan {plan}{of_profile}", *_ranges(profile)]
         sizes = (f"  {name:<12} {size / 1e6:>10.1f} MB" for name, size in self.memory.items())
@@ -102,7 +92,7 @@ def build_engines(
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
     on_progress: Callable[[float], None] = lambda done: None,
-) -> BuiltEngine:
+) -> StoredEngine:
     """Build the engines of a bundle and add them to it.
 
     Args:
@@ -125,10 +115,10 @@ def build_engines(
     key = None if sign_key is None else SigningKey.read(sign_key)
     resolved = resolve_build(path, config, trusted_keys, report)
     bundle, name = resolved.bundle, engine_key(resolved.config)
-    former = bundle.path / ENGINES / name / ENGINE_SIGNATURE
-    if key is None and (bundle.is_signed or (force and os.path.lexists(former))):
-        whole = "bundle is" if bundle.is_signed else "engine was"
-        report(f"the {whole} signed and this engine will not be; sign it with --sign-key")
+    target = bundle.path / ENGINES / name
+    if key is None and (bundle.is_signed or (force and os.path.lexists(target / ENGINE_SIGNATURE))):
+        signed = "bundle is" if bundle.is_signed else "engine was"
+        report(f"the {signed} signed and this engine will not be; sign it with --sign-key")
     with add_engine(bundle.path, name, force=force, key=key) as folder:
         plans: dict[str, PlanEntry] = {}
         # On the bundle's disk, because weights of another precision may not fit into /tmp.
@@ -144,7 +134,7 @@ def build_engines(
                 log.writelines(f"{line}\n" for line in (f"== {graph.name}", *lines))
         manifest = _manifest(resolved, plans, FileEntry.of(folder / BUILD_LOG))
         (folder / ENGINE_MANIFEST).write_bytes(manifest.to_bytes())
-    return BuiltEngine(name, bundle.path / ENGINES / name, manifest)
+    return StoredEngine(name, target, manifest)
 
 
 def estimate_engines(
@@ -154,10 +144,7 @@ def estimate_engines(
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:
-    """Estimate a build of `build_engines` without building.
-
-    Arguments and errors are those of `build_engines`.
-    """
+    """Estimate a build of `build_engines`, which has the same arguments and errors."""
     resolved = resolve_build(path, config, trusted_keys, report)
     limits = resolved.profiles.limits
     with tempfile.TemporaryDirectory() as scratch:
@@ -176,18 +163,16 @@ def estimate_engines(
         config=resolved.config,
         limits=limits,
         flags=builder_flags(resolved.library, resolved.config),
-        profiles=dict(resolved.profiles.engines),
+        profiles=resolved.profiles.engines,
         memory=memory,
     )
 
 
 def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
-    """Return the bytes of the KV caches of a full batch with beams.
-
-    The target's caches are counted twice, because a step of the concat form and a reorder of beams copy them.
-    """
+    """Return the bytes of the KV caches of a full batch with beams."""
     item = 4 if FLOAT[spec.precision] == "float32" else 2
     token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * item
+    # The target's caches count twice, because a step of the concat variant and a reorder of beams copy them.
     longest = 2 * limits.max_target_length + limits.max_source_length
     # One cache at a time is enlarged, through a scratch buffer.
     one = spec.cache_heads * max(spec.head_dim, spec.value_dim) * item
@@ -202,8 +187,7 @@ def resolve_build(
 ) -> ResolvedBuild:
     """Open a bundle and resolve all build options, without building."""
     bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
-    gpus = find_gpus()
-    resolved = resolve(bundle, config, load_library(config.target), gpus[0] if gpus else None)
+    resolved = resolve(bundle, config, load_library(config.target), next(iter(find_gpus()), None))
     for note in resolved.notes:
         report(note)
     return resolved
@@ -212,7 +196,8 @@ def resolve_build(
 def _build(
     resolved: ResolvedBuild, graph: Graph, on_progress: Callable[[float], None], folder: Path
 ) -> tuple[PlanEntry, list[str]]:
-    contract, profiles = resolved.contract(graph.name), resolved.profiles.engines[graph.name]
+    profiles = resolved.profiles.engines[graph.name]
+    contract = plan_contract(graph.name, resolved.spec, resolved.form)
     with interrupts_held() as check:
 
         def on_part(part: float) -> None:
@@ -223,15 +208,15 @@ def _build(
         check_contract(network, contract)
         engine = build_engine(network, profiles, resolved.options, on_part)
     on_progress(1.0)
-    file = f"{graph.name}.plan"
-    (folder / file).write_bytes(engine.data)
+    path = folder / f"{graph.name}.plan"
+    path.write_bytes(engine.data)
     entry = PlanEntry(
-        file=file,
+        file=path.name,
         bytes=len(engine.data),
         sha256=hashlib.sha256(engine.data).hexdigest(),
         inputs=contract.inputs,
         outputs=contract.outputs,
-        aliases=resolved.aliases(graph.name),
+        aliases=cache_aliases(graph.name, resolved.spec, resolved.form),
         profiles=profiles,
         layers=engine.layers,
     )
@@ -241,19 +226,16 @@ def _build(
 def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEntry) -> EngineManifest:
     gpu = resolved.gpu
     tools = ["tfexport", "onnx", *(["torch"] if resolved.is_exported_again else [])]
+    of_gpu = (gpu.name, gpu.compute_capability, gpu.driver_version) if gpu else ()
+    fields = dict(zip(("gpu", "compute_capability", "driver"), of_gpu, strict=False))
+    machine = BuildMachine(system=platform.system(), architecture=platform.machine(), **fields)
     return EngineManifest(
         format_version=ENGINE_FORMAT_VERSION,
         library_version=resolved.library.version,
         config=resolved.config,
         limits=resolved.profiles.limits,
         flags=builder_flags(resolved.library, resolved.config),
-        machine=BuildMachine(
-            system=platform.system(),
-            architecture=platform.machine(),
-            gpu=gpu.name if gpu else None,
-            compute_capability=gpu.compute_capability if gpu else None,
-            driver=gpu.driver_version if gpu else None,
-        ),
+        machine=machine,
         sources=resolved.sources,
         plans=plans,
         versions={name: importlib.metadata.version(name) for name in tools},
@@ -265,7 +247,7 @@ def _activations(resolved: ResolvedBuild, graph: Graph, index: int) -> int:
     profile = resolved.profiles.engines[graph.name][index]
     sizes = {
         dim: size
-        for tensor in resolved.contract(graph.name).inputs
+        for tensor in plan_contract(graph.name, resolved.spec, resolved.form).inputs
         for dim, size in zip(tensor.shape, profile[tensor.name].max, strict=True)
         if isinstance(dim, str)
     }

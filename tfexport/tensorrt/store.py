@@ -8,8 +8,6 @@ Each engine is a folder that is replaced atomically:
         encoder.plan           one plan per graph; size and sha256 are in engine.json
         build.log              messages of the library during the build
         kernels/               kernels compiled by TensorRT-RTX, see `tfexport.tensorrt._kernels`
-
-The folder name contains target, form, precision and weight type.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tfexport._io import atomic
-from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST, ENGINE_SIGNATURE, KERNELS
+from tfexport._io.names import ENGINE_MANIFEST, ENGINE_SIGNATURE, KERNELS
 from tfexport._io.sealed_directory import changed_problems, file_problems, foreign_problems, read_manifest, written
 from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import Bundle
@@ -66,6 +65,16 @@ class StoredEngine:
             raise _unreadable(self.path, error) from error
         raise_all(EngineError, f"engine {self.path}", problems, remedy=_REMEDY)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON values."""
+        return {"name": self.name, "path": str(self.path), "manifest": self.manifest.to_dict()}
+
+    def lines(self) -> list[str]:
+        """Return one line for the terminal."""
+        size = sum(plan.bytes for plan in self.manifest.plans.values())
+        version = f"{self.manifest.config.target} {self.manifest.library_version}"
+        return [f"{self.path}: {version}, {', '.join(self.manifest.plans)}, {size / 1e6:.1f} MB"]
+
 
 @dataclass(frozen=True)
 class LoadedEngine:
@@ -93,10 +102,9 @@ def engine_names(bundle: Path) -> list[str]:
 
 
 def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
-    """Read an engine's manifest and check the names, kinds and sizes of its files.
+    """Read an engine's manifest and check its signature, and the sizes of its files.
 
-    The sha256 of a plan is checked when the plan is read. With `trusted_keys`, one of them must have signed the
-    manifest. An `EngineError` lists every problem.
+    The sha256 of a plan is checked when the plan is read. An `EngineError` lists every problem.
     """
     names = engine_names(bundle)
     if name not in names:
@@ -123,15 +131,12 @@ def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredE
         names = ", ".join(engine.name for engine in usable)
         raise EngineError(f"{bundle.path}: has several engines for this machine: {names}; choose one with --engine")
     if refused:
-        raise EngineError(f"{bundle.path}: has no engine that may be used here: {' | '.join(refused)}")
+        raise EngineError(f"{bundle.path}: has no engine that can be used here: {' | '.join(refused)}")
     raise EngineError(f"{bundle.path}: has no engines; build one with: tfexport trt {bundle.path}")
 
 
 def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
-    """Load an engine of a bundle onto the first GPU.
-
-    Bundle, versions and GPU are checked before the library is used.
-    """
+    """Load an engine of a bundle onto the first GPU, after checking that it fits."""
     machine = this_machine()
     stored = choose_engine(bundle, name, machine)
     config = stored.manifest.config
@@ -152,13 +157,10 @@ def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
 def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None = None) -> Iterator[Path]:
     """Write an engine into the yielded folder and publish it if it is complete.
 
-    An existing engine stays until then; replacing it requires `force`. `bundle` contains no symbolic links.
+    An existing engine stays until then; replacing it requires `force`. `bundle` has no symbolic links.
     """
     target = bundle / ENGINES / name
-
-    def check(folder: Path) -> None:
-        _check_replaceable(folder, target, force)
-
+    check = partial(_check_replaceable, target=target, force=force)
     try:
         with written(target, f"engine {target}", check, remedy="make the bundle writable") as draft:
             yield draft
@@ -171,7 +173,7 @@ def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None =
 
 
 def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
-    """Explain a result of `get_engine_validity`; None if the plan can be loaded."""
+    """Explain a result of `get_engine_validity`; return None if the plan can be loaded."""
     if validity != trt.EngineValidity.INVALID:
         return None
     members = trt.EngineInvalidityDiagnostics.__members__
@@ -189,7 +191,7 @@ def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
             raise EngineError(f"{subject}: {problem}")
         manifest = EngineManifest.from_bytes(raw)
         files = manifest.files
-        problems = file_problems(path, files, ENGINE_MANIFEST, unread=files, optional={BUILD_LOG}, without=KERNELS)
+        problems = file_problems(path, files, ENGINE_MANIFEST, unread=files, without=KERNELS)
     except BundleError as error:
         raise EngineError(*error.problems, subject=subject, remedy=error.remedy or _REMEDY) from error
     except OSError as error:
@@ -207,12 +209,9 @@ def _check_replaceable(folder: Path, target: Path, force: bool) -> None:
     try:
         own = EngineFiles.read(folder).names(folder)
     except BundleError as error:
-        raise EngineError(
-            f"{target} is no engine ({error}); --force replaces engines only, remove it yourself"
-        ) from error
-    raise_all(
-        EngineError, f"{target} holds more than an engine", foreign_problems(folder, own), remedy="remove that yourself"
-    )
+        raise EngineError(f"{target} is not an engine ({error}), so --force does not replace it; remove it") from error
+    problems = foreign_problems(folder, own)
+    raise_all(EngineError, f"{target} holds more than an engine", problems, remedy="remove that first")
 
 
 def _deserialize(runtime: Any, library: Library, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
@@ -222,9 +221,9 @@ def _deserialize(runtime: Any, library: Library, log: Log, stored: StoredEngine,
     if hasattr(runtime, "get_engine_validity"):
         reason = validity_problem(library.trt, *runtime.get_engine_validity(raw))
     engine = None if reason else runtime.deserialize_cuda_engine(raw)
-    if engine is None or reason:
+    if engine is None:
         raise EngineError(
-            f"engine {stored.name}: {library.target} {library.version} refuses {plan}.plan: {reason or log.reason()}; "
+            f"engine {stored.name}: {library} refuses {plan}.plan: {reason or log.reason()}; "
             f"build it again with: {rebuild_command(bundle.path, stored.manifest.config)}"
         )
     return engine

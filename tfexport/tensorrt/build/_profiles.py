@@ -9,20 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from tfexport.contract import (
-    ENCODER,
-    NUM_CANDIDATES,
-    REORDER,
-    Form,
-    GraphSpec,
-    ModelSpec,
-    TensorSpec,
-    decoder_graph,
-    encoder_graph,
-    reorder_spec,
-)
+from tfexport.contract import NUM_CANDIDATES, REORDER, Dim, Form, GraphSpec, ModelSpec, TensorSpec
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.tensorrt.config import (
     EngineConfig,
@@ -32,6 +21,8 @@ from tfexport.tensorrt.config import (
     ShapeRange,
     decoder_plans,
     default_capacities,
+    plan_contract,
+    plan_names,
 )
 
 # Candidates of a step by default, and the limit of TensorRT's TopK.
@@ -50,8 +41,7 @@ _BOUNDS: tuple[Bound, ...] = ("min", "opt", "max")
 _ENTRY = re.compile(r"\s*(.+):([0-9]{1,9}(?:x[0-9]{1,9})*)\s*")
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Smallest, usual (tuned) and largest size of a dimension."""
 
     min: int
@@ -61,10 +51,8 @@ class Range:
 
 @dataclass(frozen=True)
 class Profiles:
-    """Limits, and the profiles of all engines by plan name."""
-
     limits: EngineLimits
-    engines: Mapping[str, tuple[Profile, ...]]
+    engines: Mapping[str, tuple[Profile, ...]]  # by plan
 
 
 def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles:
@@ -75,15 +63,19 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     problems = _limit_problems(spec, form, config)
     raise_all(ConfigError, "engine", problems)
     limits = _limits(spec, form, config)
-    plans = decoder_plans(form, limits) if spec.has_decoder else {}
-    graphs = _graphs(spec, form, plans)
-    bound = {bound: _bind(bound, config, graphs, problems) for bound in _BOUNDS}
+    decoders = decoder_plans(form, limits) if spec.has_decoder else {}
+    plans = plan_names(form if spec.has_decoder else None, limits)
+    graphs = {plan: plan_contract(plan, spec, form) for plan in plans}
+    inputs = [tensor for plan in plans if plan != REORDER for tensor in graphs[plan].inputs]
+    # Only the largest capacity can be named, and sizes of the reorder follow from those of the decoder.
+    tensors = {tensor.name: _with_capacity(tensor, limits.max_target_length) for tensor in inputs}
+    bound = {bound: _bind(bound, config, tensors, problems) for bound in _BOUNDS}
     ranges = _ranges(spec, form, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
     _follow(bound)
     given = {name for sizes in bound.values() for name in sizes}
     for name in given & ranges.keys():
         ranges[name] = _override(ranges[name], {b: sizes[name] for b, sizes in bound.items() if name in sizes})
-    problems += _range_problems(spec, form, ranges, given)
+    problems += _range_problems(spec, ranges, given)
     raise_all(ConfigError, "engine", problems)
     if spec.has_decoder:
         ranges["width"] = _widths(spec, limits.max_target_length, ranges)
@@ -93,7 +85,7 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
         limits = replace(limits, max_candidates=largest["num_candidates"])
         if form == "concat":
             limits = replace(limits, max_target_length=largest["past_len"] + 1)
-    return Profiles(limits, {name: _profiles(graph, ranges, plans.get(name)) for name, graph in graphs.items()})
+    return Profiles(limits, {plan: _profiles(graphs[plan], ranges, decoders.get(plan)) for plan in plans})
 
 
 def _limit_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[str]:
@@ -101,13 +93,13 @@ def _limit_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[s
     for name in ("max_source_length", "max_target_length"):
         wanted, most = getattr(config, name), getattr(spec, name)
         if wanted is not None and wanted > most:
-            remedy = "export the bundle with more" if most else "leave it out for an encoder alone"
+            remedy = "export the bundle with more" if most else "leave it out for an encoder-only bundle"
             problems.append(f"{name} is {wanted}, the bundle has {most}; {remedy}")
     if config.capacities:
         most = config.max_target_length or spec.max_target_length
         given = f"capacities are {', '.join(map(str, config.capacities))}"
         if not spec.has_decoder or form != "static":
-            problems.append(f"{given}, which is for decoders of the static form; leave them out")
+            problems.append(f"{given}, which are only for static decoders; leave them out")
         elif config.capacities[-1] > most:
             problems.append(f"{given}, expected at most max_target_length, {most}")
     return problems
@@ -126,20 +118,6 @@ def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
         max_candidates=min(spec.vocab, MAX_CANDIDATES),
         capacities=capacities,
     )
-
-
-def _graphs(spec: ModelSpec, form: Form, decoders: Mapping[str, int]) -> dict[str, GraphSpec]:
-    graphs = {ENCODER: encoder_graph(spec)}
-    for plan, capacity in decoders.items():
-        decoder = decoder_graph(spec, form)
-        inputs = [
-            replace(tensor, shape=tuple(capacity if dim == "capacity" else dim for dim in tensor.shape))
-            for tensor in decoder.inputs
-        ]
-        graphs[plan] = replace(decoder, inputs=tuple(inputs))
-    if decoders:
-        graphs[REORDER] = reorder_spec(spec.precision)
-    return graphs
 
 
 def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> dict[str, Range]:
@@ -169,22 +147,19 @@ def _up_to(most: int) -> Range:
     return Range(1, (most + 1) // 2, most)
 
 
-def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], problems: list[str]) -> dict[str, int]:
+def _with_capacity(tensor: TensorSpec, capacity: int) -> TensorSpec:
+    return replace(tensor, shape=tuple(capacity if dim == "capacity" else dim for dim in tensor.shape))
+
+
+def _bind(bound: Bound, config: EngineConfig, tensors: Mapping[str, TensorSpec], problems: list[str]) -> dict[str, int]:
     option = f"{bound}_shapes"
-    tensors = {
-        tensor.name: tensor
-        for name, graph in graphs.items()
-        if name != REORDER  # its sizes follow from those of the decoder
-        for tensor in graph.inputs
-    }
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
     for name, shape in _entries(option, getattr(config, option), problems):
         if name not in tensors:
-            problems.append(f"{option} has {shortened(name)}, expected among {', '.join(tensors)}")
+            problems.append(f"{option} has {shortened(name)}, expected one of {', '.join(tensors)}")
             continue
-        # The text contains the value of a shape input, not its shape.
-        dims = (NUM_CANDIDATES,) if name == NUM_CANDIDATES else tensors[name].shape
+        dims = _dims(tensors[name])
         spelled = "x".join(map(str, dims))
         if len(shape) != len(dims):
             problems.append(f"{option} has {name} with {len(shape)} sizes, expected {spelled}")
@@ -198,6 +173,11 @@ def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], p
             else:
                 source.setdefault(dim, name)
     return sizes
+
+
+def _dims(tensor: TensorSpec) -> tuple[Dim, ...]:
+    # Profiles contain the value of a shape input, not its shape.
+    return (NUM_CANDIDATES,) if tensor.name == NUM_CANDIDATES else tensor.shape
 
 
 def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str, Shape]]:
@@ -230,7 +210,7 @@ def _override(size: Range, given: Mapping[Bound, int]) -> Range:
     return Range(least, given.get("opt", min(max(size.opt, least), most)), most)
 
 
-def _range_problems(spec: ModelSpec, form: Form, ranges: Mapping[str, Range], given: set[str]) -> list[str]:
+def _range_problems(spec: ModelSpec, ranges: Mapping[str, Range], given: set[str]) -> list[str]:
     most = {
         "source_len": (spec.max_source_length, "the bundle has"),
         "target_len": (spec.max_target_length, "the bundle has"),
@@ -238,12 +218,11 @@ def _range_problems(spec: ModelSpec, form: Form, ranges: Mapping[str, Range], gi
         "num_candidates": (min(spec.vocab, TOPK_LIMIT), "a step returns at most"),
     }
     problems = []
-    for name in ranges:
-        size = ranges[name]
+    for name, size in ranges.items():
         if name in given and name != "new_rows":
             if size.min not in _LEAST.get(name, (1,)):
                 least = " or ".join(map(str, _LEAST.get(name, (1,))))
-                problems.append(f"{name} begins at {size.min}, expected {least}, where a session begins")
+                problems.append(f"{name} begins at {size.min}, expected {least}, the smallest that a session uses")
             if not size.min <= size.opt <= size.max:
                 problems.append(f"{name} has min {size.min}, opt {size.opt}, max {size.max}, expected them in order")
             if name in most and size.max > most[name][0]:
@@ -266,13 +245,14 @@ def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
 
 def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
     # A prefill has at least two tokens if the capacity allows it; a single token is a step. If the range includes one,
-    # TensorRT-RTX 1.7.1 does not fuse attention of the concat form from the third layer on, and needs gigabytes for it.
+    # TensorRT-RTX 1.7.1 does not fuse attention of the concat variant from the third layer on, and needs gigabytes.
     if capacity is None:
         return (_profile(graph, ranges),)
     target = ranges["target_len"]
     most = min(target.max, capacity)
     prefill = Range(min(2, most), min(max(2, target.opt), most), most)
-    return _profile(graph, {**ranges, "target_len": Range(1, 1, 1)}), _profile(graph, {**ranges, "target_len": prefill})
+    fixed = {**ranges, "capacity": Range(capacity, capacity, capacity)}
+    return tuple(_profile(graph, {**fixed, "target_len": length}) for length in (Range(1, 1, 1), prefill))
 
 
 def _profile(graph: GraphSpec, ranges: Mapping[str, Range]) -> Profile:
@@ -280,6 +260,5 @@ def _profile(graph: GraphSpec, ranges: Mapping[str, Range]) -> Profile:
 
 
 def _shape_range(tensor: TensorSpec, ranges: Mapping[str, Range]) -> ShapeRange:
-    dims = (NUM_CANDIDATES,) if tensor.name == NUM_CANDIDATES else tensor.shape
-    sizes = [Range(dim, dim, dim) if isinstance(dim, int) else ranges[dim] for dim in dims]
-    return ShapeRange(*(tuple(getattr(size, bound) for size in sizes) for bound in _BOUNDS))
+    sizes = [(dim, dim, dim) if isinstance(dim, int) else ranges[dim] for dim in _dims(tensor)]
+    return ShapeRange(*zip(*sizes, strict=True))

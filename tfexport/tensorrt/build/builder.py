@@ -27,33 +27,26 @@ _FP8 = (8, 9)
 class SerializedEngine:
     """A built plan; two builds of the same graph differ in some bytes."""
 
-    name: str
     data: bytes
     layers: Mapping[str, int]  # by type; KV_CACHE_UPDATE and ATTENTION_INPUT show the form
     log: list[str]
 
 
 def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> EngineConfig:
-    """Choose the compute capabilities and check all options of the builder.
+    """Check all builder options and choose the compute capabilities, sorted.
 
-    In the result, compute capabilities are sorted. One that the library does not name is that of the local GPU. There
-    are no capabilities if the library always builds for the local GPU.
-
-    Raises:
-        EngineError: lists every option that the library rejects, ignores or cannot satisfy, with the remedy.
+    There are none if the library always builds for the local GPU. A capability that the library does not name is that
+    of the local GPU. An `EngineError` lists every option that the library rejects, ignores or cannot satisfy.
     """
     capabilities, problems = _compute_capabilities(library, config.compute_capabilities, gpu)
     problems += _unsupported(library, config)
     problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
-    raise_all(EngineError, f"{library.target} {library.version}", problems)
+    raise_all(EngineError, str(library), problems)
     return replace(config, compute_capabilities=capabilities)
 
 
 def builder_flags(library: Library, config: EngineConfig) -> tuple[str, ...]:
-    """Return the names of the builder flags.
-
-    "noTF32", as trtexec calls it, clears TF32, so that float32 is exact.
-    """
+    """Return the names of the builder flags; "noTF32" clears TF32, so float32 is exact."""
     # TensorRT-RTX guarantees only with this flag that CUDA graphs can be captured. Sessions allocate memory anyway.
     has_allocation_flag = hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION")
     flags = {"REQUIRE_USER_ALLOCATION": has_allocation_flag, "VERSION_COMPATIBLE": config.version_compatible}
@@ -68,20 +61,13 @@ def build_engine(
 ) -> SerializedEngine:
     """Build one engine from the results of `make_profiles` and `resolve_options`.
 
-    Each profile has exactly the network's inputs, as `check_contract` ensures. `on_progress` is called with the
-    finished fraction, 0 to 1; an exception cancels the build.
-
-    Raises:
-        BackendError: a timing cache is requested, but there is no GPU.
-        EngineError: the network cannot be built, or an option or profile does not fit; contains the library's reasons.
+    `on_progress` is called with the finished fraction, 0 to 1; an exception cancels the build.
     """
     config = network.builder.create_builder_config()
     if config is None:
-        raise EngineError(f"{network.subject}: no configuration can be made: {network.log.reason()}")
+        raise EngineError(f"{network.subject}: cannot create a configuration: {network.log.reason()}")
     apply_options(network.library, config, options)
-    cache = None
-    if options.timing_cache is not None:
-        cache = attach_timing_cache(network.library, config, options.timing_cache)
+    cache = options.timing_cache and attach_timing_cache(network.library, config, options.timing_cache)
     _add_profiles(network, config, profiles)
     monitor: Monitor = type("TensorRTProgress", (Monitor, network.library.trt.IProgressMonitor), {})(on_progress)
     config.progress_monitor = monitor
@@ -90,16 +76,13 @@ def build_engine(
         raise monitor.error
     if memory is None or not memory.nbytes:
         raise EngineError(f"{network.subject}: the engine cannot be built: {network.log.reason()}")
-    if cache is not None:
+    if cache:
         save_timing_cache(config, cache)
-    return SerializedEngine(network.name, bytes(memory), network.layers, network.log.lines())
+    return SerializedEngine(bytes(memory), network.layers, network.log.lines())
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Test with a small engine whether a library supports this GPU.
-
-    The value of "gpu" in the result is the problem, or "".
-    """
+    """Build and load a small engine; return {"gpu": problem}, "" if this GPU works."""
     try:
         loaded = load_library(cast(Target, library))
         log = loaded.listen()
@@ -107,7 +90,7 @@ def probe(library: str, model: bytes) -> dict[str, str]:
         network = parse_graph(loaded, Graph("probe", model, Path("probe.onnx")))
         engine = build_engine(network, (), resolve_options(loaded, EngineConfig(), need_gpu()))
         if runtime.deserialize_cuda_engine(engine.data) is None:
-            return {"gpu": f"{library} {loaded.version} refuses an engine on this GPU: {log.reason()}"}
+            return {"gpu": f"{loaded} refuses an engine on this GPU: {log.reason()}"}
     except TfexportError as error:
         return {"gpu": str(error)}
     return {"gpu": ""}
@@ -136,27 +119,21 @@ def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
             if not config.set_compute_capability(known.get(capability, trt.ComputeCapability.CURRENT), i)
         ]
         if refused:
-            raise EngineError(f"{library.target} {library.version}: refuses compute capability {', '.join(refused)}")
+            raise EngineError(f"{library}: refuses compute capability {', '.join(refused)}")
 
 
 def attach_timing_cache(library: Library, config: Any, directory: str) -> Path:
-    """Attach the timing cache of this version and GPU to an `IBuilderConfig`.
-
-    The directory need not exist.
-
-    Returns:
-        The file to save to, such as "10.16.1.11-NVIDIA-L4.timing".
-    """
+    """Attach the timing cache of this version and GPU; return the file to save it to."""
     path = Path(directory) / f"{library.version}-{re.sub('[^A-Za-z0-9.]+', '-', need_gpu().name)}.timing"
     try:
         if path.exists() and (not path.is_file() or path.stat().st_size > MAX_TIMING_CACHE_BYTES):
-            raise EngineError(f"timing cache {path}: no file of at most {MAX_TIMING_CACHE_BYTES} bytes; remove it")
+            raise EngineError(f"timing cache {path}: not a file of at most {MAX_TIMING_CACHE_BYTES} bytes; remove it")
         known = path.read_bytes() if path.exists() else b""
     except OSError as error:
-        raise EngineError(f"timing cache {path}: cannot be read ({error.strerror}); choose another place") from error
+        raise EngineError(f"timing cache {path}: cannot be read ({error.strerror}); choose another one") from error
     cache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        raise EngineError(f"timing cache {path}: {library.target} {library.version} does not take it; remove it")
+        raise EngineError(f"timing cache {path}: {library} does not accept it; remove it")
     return path
 
 
@@ -171,14 +148,14 @@ def save_timing_cache(config: Any, path: Path) -> None:
         with whole_file(path) as draft:
             draft.write_bytes(bytes(memory))
     except OSError as error:
-        raise EngineError(f"timing cache {path}: cannot be written ({error.strerror}); choose another place") from error
+        raise EngineError(f"timing cache {path}: cannot be written ({error.strerror}); choose another one") from error
 
 
 class Monitor:
     """Calls `on_progress` with the finished fraction of a build, 0 to 1, ascending.
 
     An exception of `on_progress`, including Ctrl-C, cancels the build. It is stored in `error`, because it must not
-    pass through the library.
+    pass through the library, which calls the other methods.
     """
 
     def __init__(self, on_progress: Callable[[float], None]) -> None:
@@ -189,20 +166,19 @@ class Monitor:
         self.error: BaseException | None = None
 
     def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-        """Start a phase; called by the library."""
+        """Start a phase."""
         self._reach(phase_name, 0, num_steps)
 
     def step_complete(self, phase_name: str, step: int) -> bool:
-        """Count a step, from 0, and return whether to continue; called by the library."""
+        """Count a step, from 0, and return whether to continue."""
         if phase_name in self._open:
             self._reach(phase_name, step + 1, self._open[phase_name][1])
         return self.error is None
 
     def phase_finish(self, phase_name: str) -> None:
-        """End a phase, possibly before its last step; called by the library."""
+        """End a phase, possibly before its last step."""
         if phase_name in self._open:
-            steps = self._open[phase_name][1]
-            self._reach(phase_name, steps, steps)
+            self._reach(phase_name, self._open[phase_name][1], self._open[phase_name][1])
             del self._open[phase_name]
 
     def _reach(self, phase: str, step: int, steps: int) -> None:
@@ -221,20 +197,20 @@ class Monitor:
 def _compute_capabilities(
     library: Library, wanted: Sequence[str], gpu: Gpu | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    # The library's enum is older than its kernels. A capability that it does not name can only be built alone, on a GPU
-    # that has it. A build or load shows whether the library has kernels for it.
+    # The library's enum is older than its kernels. For a capability that it does not name, it can only build on a GPU
+    # that has it, and for no other at the same time. A build or load shows whether the library has kernels for it.
     known = library.compute_capabilities()
     if not known:
-        listed = f"compute capability {', '.join(wanted)}: it builds for the GPU at hand"
+        listed = f"compute capability {', '.join(wanted)}: it builds only for the local GPU"
         return (), [f"{listed}; leave it out or choose --target tensorrt-rtx"] if wanted else []
     here = gpu.compute_capability if gpu else None
     chosen = wanted or ((here,) if here else PORTABLE)
     if here and here not in known and set(chosen) == {here}:
         return (here,), []
     unknown = [capability for capability in chosen if capability not in known]
-    at_hand = "the GPU at hand alone" if here else "a GPU at hand, and there is none"
-    listed = f"compute capability {', '.join(unknown)}: it builds for {', '.join(known)}, or for {at_hand}"
-    problems = [f"{listed}; choose among them, or --target tensorrt on such a GPU"] if unknown else []
+    local = "only the local GPU" if here else "a local GPU, and there is none"
+    listed = f"compute capability {', '.join(unknown)}: it builds for {', '.join(known)}, or for {local}"
+    problems = [f"{listed}; choose one of them, or --target tensorrt on such a GPU"] if unknown else []
     return tuple(capability for capability in known if capability in chosen), problems
 
 
@@ -243,21 +219,20 @@ def _unsupported(library: Library, config: EngineConfig) -> Iterator[str]:
     if config.hardware_compatibility != "none":
         level = config.hardware_compatibility.upper()
         if library.builds_without_gpu:
-            yield "hardware compatibility is ignored by this library; name the GPUs with --compute-capability"
+            yield "hardware compatibility has no effect in this library; name the GPUs with --compute-capability"
         elif not hasattr(library.trt.HardwareCompatibilityLevel, level):
             yield f"hardware compatibility {config.hardware_compatibility} is newer than this version; upgrade it"
     if library.builds_without_gpu and config.version_compatible:
-        yield "engines are bound to their version, there is no runtime for others; leave --version-compatible out"
+        yield "engines run only with their own version; leave --version-compatible out"
     if library.builds_without_gpu and config.timing_cache is not None:
-        yield "a timing cache has no effect, tactics are not timed; leave --timing-cache out"
+        yield "a timing cache has no effect, because tactics are not timed; leave --timing-cache out"
 
 
 def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
     too_old = [capability for capability in capabilities if tuple(map(int, capability.split("."))) < _FP8]
     if config.weights != "fp8" or not too_old:
         return []
-    least, listed = ".".join(map(str, _FP8)), ", ".join(too_old)
-    need = f"weights fp8 need compute capability {least} or newer, not {listed}"
+    need = f"weights fp8 need compute capability {'.'.join(map(str, _FP8))} or newer, not {', '.join(too_old)}"
     return [f"{need}; name newer ones with --compute-capability, or choose int8"]
 
 
@@ -265,7 +240,7 @@ def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile]) ->
     for index, profile in enumerate(profiles):
         made = network.builder.create_optimization_profile()
         if made is None:
-            raise EngineError(f"{network.subject}: no profile can be made: {network.log.reason()}")
+            raise EngineError(f"{network.subject}: cannot create a profile: {network.log.reason()}")
         for tensor in network.inputs:
             shapes = profile[tensor.name]
             set_range = made.set_shape_input if tensor.is_shape_input else made.set_shape

@@ -52,20 +52,16 @@ class Network:
     @property
     def subject(self) -> str:
         """Subject of errors."""
-        return f"{self.library.target} {self.library.version}: {self.name}"
+        return f"{self.library}: {self.name}"
 
 
 def parse_graph(library: Library, graph: Graph) -> Network:
-    """Parse a graph and check its attention and caches.
+    """Parse a graph.
 
-    Attention is marked as decomposable, because fused kernels exist neither for float32 nor for every head size.
-
-    Raises:
-        BackendError: the library parses only on a GPU, and there is none.
-        EngineError: lists every node that cannot be parsed, attention that would be computed wrongly, and layers that
-            read a cache before its update.
+    An `EngineError` lists every node that cannot be parsed, attention that would be computed incorrectly, and layers
+    that read a cache before its update.
     """
-    subject = f"{library.target} {library.version}: {graph.path.name}"
+    subject = f"{library}: {graph.path.name}"
     if not graph.data:
         raise EngineError(f"{subject}: the graph is empty; export the bundle again")
     log = library.listen()
@@ -73,7 +69,7 @@ def parse_graph(library: Library, graph: Graph) -> Network:
     definition = builder.create_network(library.strongly_typed())
     parser = None if definition is None else library.trt.OnnxParser(definition, library.logger)
     if parser is None:
-        raise EngineError(f"{subject}: no network or parser can be made: {log.reason()}")
+        raise EngineError(f"{subject}: cannot create a network or a parser: {log.reason()}")
     is_parsed = parser.parse(graph.data, str(graph.path))
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
@@ -90,7 +86,7 @@ def parse_graph(library: Library, graph: Graph) -> Network:
     problems += [problem for name, problem in found if not any(repr(name) in known for known in problems)]
     raise_all(EngineError, subject, problems + _cache_problems(library, layers))
     for layer in attention:
-        # A fused kernel is still used if there is one. Without this flag, the build fails if there is none.
+        # Without this, the build fails if there is no fused kernel, as for float32 and some head sizes.
         layer.decomposable = True
     return Network(
         name=graph.name,
@@ -160,7 +156,7 @@ def _causal_problem(attention: Any) -> str | None:
     numbers = ["any number of" if size < 0 else size for size in (queries, keys)]
     return (
         f"Attention {attention.name!r} is causal ({kind}) over {numbers[0]} queries and {numbers[1]} keys, "
-        "which TensorRT aligns otherwise than ONNX does; give it a mask [batch, 1, target_len, len] instead"
+        "which TensorRT aligns differently from ONNX; give it a mask [batch, 1, target_len, len] instead"
     )
 
 

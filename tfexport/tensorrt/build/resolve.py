@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import (
-    DECODER,
-    ENCODER,
-    REORDER,
-    WEIGHTS,
-    Form,
-    GraphSpec,
-    ModelSpec,
-    decoder_graph,
-    encoder_graph,
-    reorder_spec,
-)
+from tfexport.contract import DECODER, ENCODER, REORDER, WEIGHTS, Form, ModelSpec
 from tfexport.errors import ConfigError, EngineError, raise_all
 from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
@@ -28,10 +17,11 @@ from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.build.builder import resolve_options
 from tfexport.tensorrt.build.network import Graph
-from tfexport.tensorrt.config import EngineConfig, cache_aliases, decoder_plans
+from tfexport.tensorrt.config import EngineConfig, decoder_plans
 from tfexport.tensorrt.cuda import Gpu
 
 T = TypeVar("T")
+_EXPORT_BOTH = "export it with --forms concat,static"
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class ResolvedBuild:
 
     @property
     def form(self) -> Form | None:
-        """Decoder form; None for encoder-only bundles."""
+        """Decoder variant; None for encoder-only bundles."""
         return self.config.form
 
     @property
@@ -59,7 +49,7 @@ class ResolvedBuild:
 
     @property
     def is_exported_again(self) -> bool:
-        """Whether the graphs are exported again, in a precision that the bundle lacks."""
+        """Whether the engines have a precision that the bundle's graphs do not have."""
         return self.spec.precision != self.bundle.manifest.spec.precision
 
     @property
@@ -68,18 +58,6 @@ class ResolvedBuild:
         files = self.bundle.manifest.files
         names = [self.bundle.manifest.graphs[graph].file for graph in self.graphs]
         return {name: files[name].sha256 for name in (*names, WEIGHTS) if name in files}
-
-    def contract(self, plan: str) -> GraphSpec:
-        """Return the inputs and outputs of a plan."""
-        if plan == REORDER:
-            return reorder_spec(self.spec.precision)
-        if self.form is None or plan == ENCODER:
-            return encoder_graph(self.spec)
-        return decoder_graph(self.spec, self.form)
-
-    def aliases(self, plan: str) -> dict[str, str]:
-        """Return output to input for outputs that share memory, in the static form."""
-        return cache_aliases(self.spec) if self.form == "static" and plan not in (ENCODER, REORDER) else {}
 
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
@@ -107,9 +85,7 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
 
 
 def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:
-    """Create the graph of every plan.
-
-    `directory` must be empty; it receives graphs and weights that the bundle lacks.
+    """Create the graph of every plan; an empty `directory` receives files that the bundle lacks.
 
     Raises:
         GraphError: a graph cannot be created.
@@ -126,16 +102,15 @@ def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[s
         source = folder
         (folder := directory / config.weights).mkdir()
         entries = quantize_graphs(source, entries, folder, config.weights, report=report)
-    return list(_graphs(resolved, {name: folder / entry.file for name, entry in entries.items()}, directory))
-
-
-def _graphs(resolved: ResolvedBuild, files: dict[str, Path], directory: Path) -> Iterator[Graph]:
-    yield Graph(ENCODER, files[ENCODER].read_bytes(), files[ENCODER])
+    files = {name: folder / entry.file for name, entry in entries.items()}
+    graphs = [Graph(ENCODER, files[ENCODER].read_bytes(), files[ENCODER])]
     if resolved.form is not None:
         path = files[DECODER[resolved.form]]
         for plan, capacity in decoder_plans(resolved.form, resolved.profiles.limits).items():
-            yield Graph(plan, fix_capacity(path, capacity) if resolved.form == "static" else path.read_bytes(), path)
-        yield Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx")
+            data = fix_capacity(path, capacity) if resolved.form == "static" else path.read_bytes()
+            graphs.append(Graph(plan, data, path))
+        graphs.append(Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx"))
+    return graphs
 
 
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
@@ -153,33 +128,28 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
 def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str], notes: list[str]) -> Form | None:
     if not bundle.manifest.spec.has_decoder:
         if config.form is not None:
-            problems.append(f"form is {config.form}, but an encoder alone has no decoder; leave it out")
+            problems.append(f"form is {config.form}, but an encoder-only bundle has no decoder; leave it out")
         return None
-    there = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs and form != "contrib"]
-    if not there:
-        problems.append(
-            "the bundle has the contrib form alone, which is for ONNX Runtime; export it with --forms concat,static"
-        )
+    available = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs and form != "contrib"]
+    if not available:
+        problems.append(f"the bundle has only the contrib variant, which is for ONNX Runtime; {_EXPORT_BOTH}")
         return None
     unfit = _static_problem(bundle.manifest.spec, library)
-    form = config.form or (there[0] if unfit else there[-1])
-    if form not in there:
-        problems.append(f"form is {form}, the bundle has {there[0]} alone; export it with --forms concat,static")
+    form = config.form or (available[0] if unfit else available[-1])
+    if form not in available:
+        problems.append(f"form is {form}, the bundle has only {available[0]}; {_EXPORT_BOTH}")
     if unfit and form == "static":
-        remedy = "use --form concat" if "concat" in there else "export it with --forms concat,static"
-        problems.append(f"form is static, {unfit}; {remedy}")
-    if unfit and config.form is None and form != there[-1]:
-        notes.append(f"building the concat form, not static, {unfit}")
+        problems.append(f"form is static, {unfit}; {'use --form concat' if 'concat' in available else _EXPORT_BOTH}")
+    if unfit and config.form is None and form != available[-1]:
+        notes.append(f"building the concat variant, not static, {unfit}")
     return form
 
 
 def _static_problem(spec: ModelSpec, library: Library) -> str | None:
     if not library.updates_caches_in_place:
-        return f"which {library.target} {library.version} has no layer for, unlike TensorRT 10.15 and newer"
+        return f"which {library} does not support; TensorRT 10.15 and newer do"
     if spec.head_dim != spec.value_dim:
-        return (
-            f"whose attention takes keys and values of one width, and a head has {spec.head_dim} and {spec.value_dim}"
-        )
+        return f"which needs keys and values of the same width, and a head has {spec.head_dim} and {spec.value_dim}"
     return None
 
 

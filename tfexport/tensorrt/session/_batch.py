@@ -19,18 +19,14 @@ from tfexport.tensorrt.session._replica import Replica, ReplicaPool
 
 
 class TrtBatch(CheckedBatch):
-    """Sources that a replica decodes.
+    """Sources that a replica decodes; it returns to the pool with the batch's garbage.
 
-    The replica returns to the pool when the batch is garbage collected.
-
-    Static form: the number of slots and their source length are powers of two, so that a few CUDA graphs serve all
+    Static variant: the number of slots and their source length are powers of two, so that a few CUDA graphs serve all
     batches. Unused parts are masked. When a source leaves, its slot becomes free without work on the device. New
     sources are encoded into the first slots, where the buffers begin; sources in these slots move to free ones. The
-    batch is compacted if a quarter of its slots is enough. The caches have the smallest capacity that is enough, and
-    grow with the longest row.
+    batch is compacted if a quarter of its slots is enough. The caches have the smallest capacity that is enough.
 
-    Concat form: all rows have one length, so sources start together with prompts of equal length. They may leave at any
-    time.
+    Concat variant: all rows have one length, so sources start together with prompts of equal length.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class TrtBatch(CheckedBatch):
             self._replica = replica = pool.take((size, self.width, source_len))
             weakref.finalize(self, pool.give_back, replica).atexit = False
         with replica.watched():
-            replica.make_room(before, moved, copies, self._past_len)
+            replica.rearrange(before, moved, copies, self._past_len)
             read = _all_but_last(prompts).repeat(self.width, axis=0)
             replica.read(after, _resized(source_ids, source_len), _by_slot(after, mask), read)
         self._layout, self._source_mask = after, mask
@@ -101,14 +97,14 @@ class TrtBatch(CheckedBatch):
 
     def _remove(self, sources: Ids) -> None:
         self._open_pool()
-        kept = close_up(self._layout.slots.size, sources)
-        self.lengths = self.lengths.reshape(-1, self.width)[kept].ravel()
-        self._layout = replace(self._layout, slots=self._layout.slots[kept])
-        self._source_mask = self._source_mask[kept]
+        remaining = close_up(self._layout.slots.size, sources)
+        self.lengths = self.lengths.reshape(-1, self.width)[remaining].ravel()
+        self._layout = replace(self._layout, slots=self._layout.slots[remaining])
+        self._source_mask = self._source_mask[remaining]
 
     @property
     def _past_len(self) -> int:
-        # In the concat form, all rows have one length.
+        # In the concat variant, all rows have one length.
         return int(self.lengths[0]) if self.lengths.size else 0
 
     def _num_slots(self, num_sources: int) -> int:
@@ -138,7 +134,9 @@ class TrtBatch(CheckedBatch):
             return
         moved, copies = before.fit(0, size)
         after = replace(moved, capacity=capacity)
-        replica.fit(before, after, copies, _by_slot(after, self._source_mask), self._past_len)
+        replica.rearrange(before, after, copies, self._past_len)
+        if copies:
+            replica.encoder.upload_mask(_by_slot(after, self._source_mask))
         self._layout = after
 
     def _check_new(self, source_ids: Ids, prompts: Prompts) -> None:
@@ -146,8 +144,8 @@ class TrtBatch(CheckedBatch):
         if self._form == "concat" and (self.lengths.size or len(set(lengths)) > 1):
             problem = "others are being decoded" if self.lengths.size else "their prompts are of unequal length"
             raise InputError(
-                f"trt: sources cannot be added in the concat form while {problem}; begin with all of them, "
-                "or build engines of the static form: tfexport trt BUNDLE --form static --force"
+                f"trt: sources cannot be added in the concat variant while {problem}; add all of them at once, "
+                "or build engines of the static variant: tfexport trt BUNDLE --form static --force"
             )
         check_limit("rows", self.lengths.size + len(source_ids) * self.width, self._limits.rows)
         check_limit("source tokens", source_ids.shape[1], self._limits.source_length)
@@ -155,7 +153,6 @@ class TrtBatch(CheckedBatch):
 
 
 def check_limit(what: str, number: int, limit: Limit) -> None:
-    """Raise `InputError` if a number is above the limit of the engines."""
     if limit.is_below(number):
         raise InputError(
             f"trt: {number} {what}, the limit is {limit.most} for these engines; ask for less{limit.for_more(number)}"

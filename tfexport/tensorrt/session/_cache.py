@@ -42,21 +42,16 @@ class BatchLayout:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows on the device."""
         return self.size * self.width
 
     @cached_property
     def rows(self) -> Ids:
-        """Device row of each row of the batch, int64 [rows]."""
+        """Row on the device of each row of the batch, int64 [rows]."""
         rows: Ids = (self.slots[:, None] * self.width + np.arange(self.width)).ravel()
         return rows
 
     def fit(self, first: int, size: int) -> tuple[BatchLayout, list[SlotCopy]]:
-        """Move all sources into slots first … size - 1, which must be enough.
-
-        Returns:
-            The new layout and its copies. Each copy goes into a free slot, so their order does not matter.
-        """
+        """Move all sources into slots first … size - 1, each copy into a free slot."""
         outside = (self.slots < first) | (self.slots >= size)
         free = np.setdiff1d(np.arange(first, size), self.slots)[: np.count_nonzero(outside)]
         copies = list(zip(self.slots[outside].tolist(), free.tolist(), strict=True))
@@ -78,16 +73,13 @@ class Caches:
     """KV caches of source and target.
 
     Rows are the leading axis of every tensor, so a slot is contiguous. Each target cache has a twin: a reorder or a
-    concat step reads `past_*` and writes `present_*`, then the two swap names. Static form: each row has memory for
-    `capacity` tokens and is written in place; the first reorder allocates the twins. Concat form: each row has memory
-    for past_len tokens, and each step writes the twins.
-
-    Attributes:
-        side: 0 or 1, changes with every swap; a CUDA graph is valid only for the side that it was captured on.
+    concat step reads `past_*` and writes `present_*`, then the two swap names. Static variant: each row has memory for
+    `capacity` tokens and is written in place; the first reorder allocates the twins. Concat variant: each row has
+    memory for past_len tokens, and each step writes the twins.
     """
 
     def __init__(self, device: DeviceResources, form: Form) -> None:
-        self.side = 0
+        self.side = 0  # changes with every swap; a CUDA graph is valid only for the side that it was captured on
         self._device, self._form = device, form
         spec = device.engines.spec
         graph = decoder_graph(spec, form)
@@ -107,11 +99,10 @@ class Caches:
         return self._sizes((*self._cross, *self._past, *twins), layout)
 
     def twin_sizes(self, layout: BatchLayout) -> dict[str, int]:
-        """Return the size of each twin in bytes; a reorder needs the twins."""
         return self._sizes(self._present, layout)
 
     def copy_slots(self, layout: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Queue copies of whole slots into free slots; `layout` contains all of them."""
+        """Queue copies of whole slots; `layout` contains all of them."""
         for names, rows in ((self._cross, 1), (self._past, layout.width)):
             for name, numbers in self._row_sizes(names, layout, past_len).items():
                 num_bytes, address = rows * numbers * self._item_bytes, self._device.memory[name]
@@ -137,8 +128,7 @@ class Caches:
                 device.cuda.copy_2d(address, now // pieces, scratch, was // pieces, pieces, device.stream)
 
     def clear_rows(self, layout: BatchLayout, num_rows: int) -> None:
-        """Queue zeros for the first rows of the target's caches."""
-        # A NaN of an earlier batch would spread.
+        """Queue zeros for the first rows, because a NaN of an earlier batch would spread."""
         for name, numbers in self._row_sizes(self._past, layout, 0).items():
             num_bytes = num_rows * numbers * self._item_bytes
             self._device.cuda.clear(self._device.memory[name], num_bytes, self._device.stream)
@@ -162,7 +152,7 @@ class Caches:
         self.exchange()
 
     def exchange(self) -> None:
-        """Swap the twins, so that the next step reads what was written last."""
+        """Swap the twins, so that the next step reads the newest."""
         for past, present in zip(self._past, self._present, strict=True):
             self._device.memory.exchange(past, present)
         self.side = 1 - self.side

@@ -32,11 +32,11 @@ class Engine:
     """
 
     def __init__(
-        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kept: KernelStore | None = None
+        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kernels: KernelStore | None = None
     ) -> None:
         """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors."""
         self.name = name
-        self._engine, self._trt, self._reason, self._kept = engine, trt, reason, kept
+        self._engine, self._trt, self._reason, self._store = engine, trt, reason, kernels
         self._kernels: Any = None  # an `IRuntimeCache`, from the first context on
         self._lock = threading.Lock()
 
@@ -45,15 +45,15 @@ class Engine:
         engine = self._engine
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
-        problems = [f"has {name}, which the graph has not" for name in sorted(found - wanted)]
+        problems = [f"has {name}, which the graph does not have" for name in sorted(found - wanted)]
         problems += [f"lacks {name}" for name in sorted(wanted - found)]
         if engine.num_optimization_profiles != num_profiles:
             problems.append(f"has {engine.num_optimization_profiles} profiles, expected {num_profiles}")
         if not problems and hasattr(engine, "get_aliased_input_tensor"):
             problems += [
-                f"does not write {output} into the memory of {wanted_input}"
-                for output, wanted_input in aliases.items()
-                if engine.get_aliased_input_tensor(output) != wanted_input
+                f"does not write {output} into the memory of {source}"
+                for output, source in aliases.items()
+                if engine.get_aliased_input_tensor(output) != source
             ]
         raise_all(BackendError, f"trt: the engine {self.name}, build it again with tfexport trt --force", problems)
 
@@ -67,16 +67,14 @@ class Engine:
         return int(getattr(self._engine, whole))
 
     def largest_shape(self, name: str, profile: int) -> Shape:
-        """Return the largest shape of an input in a profile."""
-        _, _, largest = self._engine.get_tensor_profile_shape(name, profile)
-        return tuple(largest)
+        return tuple(self._engine.get_tensor_profile_shape(name, profile)[2])
 
     def context(self, profile: int, stream: int, use: Use) -> Context:
         """Create a context; call `use_memory` on it before it runs."""
         with self._lock:
             made = self._make(use)
             if made is None:
-                raise BackendError(f"trt: no execution context for {self.name}: {self._reason()}")
+                raise BackendError(f"trt: cannot create an execution context for {self.name}: {self._reason()}")
             if not made.set_optimization_profile_async(profile, stream):
                 raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
         return Context(self.name, made, self._reason)
@@ -106,9 +104,9 @@ class Engine:
         if hasattr(config, "create_runtime_cache"):
             if self._kernels is None:
                 self._kernels = config.create_runtime_cache()
-                kept = self._kept.read(self.name) if self._kept else None
-                if kept is not None:
-                    self._kernels.deserialize(kept)  # the library recompiles kernels that it does not accept
+                stored = self._store.read(self.name) if self._store else None
+                if stored is not None:
+                    self._kernels.deserialize(stored)  # the library recompiles kernels that it does not accept
             if not config.set_runtime_cache(self._kernels):
                 raise BackendError(f"trt: {self.name} refuses a cache for its kernels: {self._reason()}")
         return self._engine.create_execution_context(config)
@@ -118,28 +116,25 @@ class Context:
     """An execution context; shapes and addresses stay until they are set again."""
 
     def __init__(self, name: str, context: Any, reason: Callable[[], str]) -> None:
-        self._name, self._context, self._reason = name, context, reason
+        self.name, self._context, self._reason = name, context, reason
 
     def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shape of every input and the address of every tensor.
-
-        Addresses are on the device, or on the host for inputs that shapes depend on.
-        """
+        """Set the shape of every input and the address of every tensor, which is on the host for shape inputs."""
         # Shapes can depend on a value that is stored at an address, so the addresses come first.
         self.place(addresses)
         for name, shape in shapes.items():
             if not self._context.set_input_shape(name, shape):
                 spelled = "x".join(map(str, shape))
                 raise BackendError(
-                    f"trt: {self._name} refuses the shape {spelled} of {name}: {self._reason()}; "
-                    f"ask for less, or build others: tfexport trt BUNDLE --maxShapes {name}:{spelled} --force"
+                    f"trt: {self.name} refuses the shape {spelled} of {name}: {self._reason()}; use smaller batches, "
+                    f"or build engines for more: tfexport trt BUNDLE --maxShapes {name}:{spelled} --force"
                 )
         try:
             missing = self._context.infer_shapes()
         except RuntimeError as error:
-            raise BackendError(f"trt: {self._name} cannot infer its shapes: {self._reason()}") from error
+            raise BackendError(f"trt: {self.name} cannot infer its shapes: {self._reason()}") from error
         if missing:
-            raise BackendError(f"trt: {self._name} still lacks the shape or address of {', '.join(missing)}")
+            raise BackendError(f"trt: {self.name} still lacks the shape or address of {', '.join(missing)}")
 
     def use_memory(self, address: int, num_bytes: int) -> None:
         """Set the activation memory; contexts that do not run at once may share it."""
@@ -149,20 +144,18 @@ class Context:
             self._context.device_memory = address
 
     def place(self, addresses: Mapping[str, int]) -> None:
-        """Set the addresses of tensors without changing shapes."""
         for name, address in addresses.items():
             if not self._context.set_tensor_address(name, address):
-                raise BackendError(f"trt: {self._name} refuses the address of {name}: {self._reason()}")
+                raise BackendError(f"trt: {self.name} refuses the address of {name}: {self._reason()}")
 
     def run(self, stream: int) -> None:
-        """Queue the engine on a stream."""
         if not self._context.execute_async_v3(stream):
-            raise BackendError(f"trt: {self._name} failed: {self._reason()}")
+            raise BackendError(f"trt: {self.name} failed: {self._reason()}")
 
     def can_be_captured(self, stream: int) -> bool:
         """Return whether a run with the current shapes can become a CUDA graph."""
-        ask = getattr(self._context, "is_stream_capturable", None)
-        return ask is None or bool(ask(stream))
+        is_capturable = getattr(self._context, "is_stream_capturable", None)
+        return is_capturable is None or bool(is_capturable(stream))
 
 
 class CaptureSwitch:
@@ -172,7 +165,6 @@ class CaptureSwitch:
         self.is_on = True
 
     def switch_off(self, reason: BackendError) -> None:
-        """Stop capturing; log a warning the first time."""
         if self.is_on:
             self.is_on = False
             _log.warning("trt: decoding goes on without CUDA graphs, so steps take longer: %s", reason)
@@ -182,8 +174,7 @@ class CudaGraphRunner:
     """Queues repeated calls on one stream, from the second run on as a CUDA graph.
 
     The first run is not captured, because engines then prepare for their shapes, which a capture does not allow. If a
-    capture fails, calls are queued one by one, as in NVIDIA's samples (https://github.com/NVIDIA/TensorRT,
-    samples/common/sampleInference.cpp).
+    capture fails, calls are queued one by one.
     """
 
     def __init__(self, cuda: Cuda, stream: int, switch: CaptureSwitch) -> None:
@@ -192,13 +183,11 @@ class CudaGraphRunner:
         self._graphs: dict[str, Graph] = {}
 
     def run(self, name: str, queue: Callable[[], None], can_capture: Callable[[], bool]) -> None:
-        """Call `queue`, or launch the graph that was captured from it.
+        """Call `queue`, or launch the graph that was captured from it; equal names mean equal calls.
 
-        Args:
-            name: equal names mean equal calls.
-            queue: must neither wait nor allocate; called again if its capture fails.
-            can_capture: called once, after the first run. It is not stored, because the reference cycle would keep
-                contexts alive until the garbage collector frees them, possibly during a capture.
+        `queue` must neither wait nor allocate; it is called again if its capture fails. `can_capture` is called once,
+        after the first run. It is not stored, because the reference cycle would keep contexts alive until the garbage
+        collector frees them, possibly during a capture.
         """
         if self._captures and name not in self._graphs and self._switch.is_on:
             self._capture(name, queue)
@@ -210,7 +199,6 @@ class CudaGraphRunner:
             self._captures = can_capture()
 
     def close(self) -> None:
-        """Free the CUDA graphs; none may be running."""
         while self._graphs:
             self._cuda.destroy_graph(self._graphs.popitem()[1])
 
@@ -240,7 +228,6 @@ class LruCache(Generic[T]):
         self._items: dict[Hashable, T] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the item of a key; make it if it is missing."""
         found = self._items.pop(key, None)
         if found is None:
             if len(self._items) == self._most:
@@ -251,7 +238,6 @@ class LruCache(Generic[T]):
         return found
 
     def clear(self) -> None:
-        """Close all items."""
         if self._items:
             self._before_close()
         while self._items:

@@ -47,15 +47,11 @@ class Encoder:
         self._context = device.context(ENCODER)
 
     def sizes(self, size: int, source_len: int) -> dict[str, int]:
-        """Return the size of each buffer in bytes."""
         dims = {"batch": size, "source_len": source_len}
         return {tensor.name: bytes_of(tensor, dims) for tensor in (*self._graph.inputs, *self._graph.outputs)}
 
     def run(self, source_ids: Ids, source_mask: Mask) -> None:
-        """Queue the encoder for the first slots.
-
-        `source_mask` is the mask of all slots, bool [size, source_len].
-        """
+        """Queue the encoder for the first slots; `source_mask` is that of all slots."""
         device, dims = self._device, {"batch": source_ids.shape[0], "source_len": source_ids.shape[1]}
         self._context.bind(
             {tensor.name: shape_of(tensor, dims) for tensor in self._graph.inputs},
@@ -67,7 +63,7 @@ class Encoder:
         self._context.run(device.stream)
 
     def upload_mask(self, source_mask: Mask) -> None:
-        """Queue the upload of the source mask of all slots, bool [size, source_len]."""
+        """Queue the upload of the source mask of all slots, [size, source_len]."""
         self._device.synchronize()  # earlier work may still read the pinned arrays
         mask = self._mask[: source_mask.size]
         mask[:] = source_mask.ravel()
@@ -88,8 +84,8 @@ class Encoder:
 class Decoder:
     """Runs prefills, decode steps and reorders in buffers that outlive the batch.
 
-    Static form: caches are written in place, and steps are replayed because addresses and shapes do not change. Concat
-    form: each step writes a longer cache into the other one of two buffers.
+    Static variant: caches are written in place, and steps are replayed because addresses and shapes do not change.
+    Concat variant: each step writes a longer cache into the other one of two buffers.
     """
 
     def __init__(self, device: DeviceResources, form: Form) -> None:
@@ -110,8 +106,7 @@ class Decoder:
         Each prefill reads as many tokens as its profile accepts; a single remaining token is a step.
         """
         rows, longest = prompts.shape
-        plan = decoder_plan(self._form, layout.capacity, self._device.engines.limits)
-        most = self._device.engines.engines[plan].largest_shape(TARGET_IDS, PREFILL)[1]
+        most = self._device.engines.engines[self._plan(layout.capacity)].largest_shape(TARGET_IDS, PREFILL)[1]
         for past_len in range(0, longest, most):
             piece = prompts[:, past_len : past_len + most]
             sizes = Sizes(rows // layout.width, rows, layout.source_len, piece.shape[1], 1, layout.capacity)
@@ -119,8 +114,7 @@ class Decoder:
 
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
         """Run a step and wait; ids and lengths (tokens in the caches) are int64 [rows]."""
-        most = self._device.engines.limits.max_candidates
-        count = bucket(num_candidates, most)
+        count = bucket(num_candidates, self._device.engines.limits.max_candidates)
         sizes = Sizes(layout.size, layout.num_rows, layout.source_len, 1, count, layout.capacity)
         rows = layout.rows
         ids, past = np.zeros((2, layout.num_rows), np.int64)
@@ -129,19 +123,18 @@ class Decoder:
             step = self._any_step(sizes, int(lengths[0]))
             io = self._run_once(step, ids, past)
         else:
-            step = self._graph_step(sizes)
+            step = self._steps.get((sizes, self.caches.side), lambda: self._graph_step(sizes))
             io = self._overlapped.run(step, ids, rows, past)
         return step.candidates(io, rows, num_candidates)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
-        """Queue a reorder: row r becomes row order[r], int64 [rows on the device]."""
+        """Queue a reorder: row r becomes row order[r]."""
         self.drop()
         if self._device.memory.reserve(self.caches.twin_sizes(layout)):
             self.forget()
         self.caches.reorder(layout, order, past_len)
 
     def drop(self) -> None:
-        """Drop a step that was started early."""
         self._overlapped.drop()
 
     def forget(self) -> None:
@@ -150,22 +143,19 @@ class Decoder:
         self.caches.forget()
 
     def _graph_step(self, sizes: Sizes) -> Step:
-        def make() -> Step:
-            context = self._device.context(self._plan(sizes), STEP, "be captured")
-            return Step(self._device, sizes, context, replays=True)
+        context = self._device.context(self._plan(sizes.capacity), STEP, "be captured")
+        return Step(self._device, sizes, context, replays=True)
 
-        return self._steps.get((sizes, self.caches.side), make)
-
-    def _any_step(self, sizes: Sizes, past_len: int = 0) -> Step:
-        plan, profile = self._plan(sizes), PREFILL if sizes.target_len > 1 else STEP
+    def _any_step(self, sizes: Sizes, past_len: int) -> Step:
+        plan, profile = self._plan(sizes.capacity), PREFILL if sizes.target_len > 1 else STEP
         context = self._contexts.get((plan, profile))
         if context is None:
             context = self._contexts[plan, profile] = self._device.context(plan, profile)
         self._device.lend_activations(context, plan, profile)
         return Step(self._device, sizes, context, past_len)
 
-    def _plan(self, sizes: Sizes) -> str:
-        return decoder_plan(self._form, sizes.capacity, self._device.engines.limits)
+    def _plan(self, capacity: int) -> str:
+        return decoder_plan(self._form, capacity, self._device.engines.limits)
 
     def _run_once(self, step: Step, ids: Ids, lengths: Ids) -> StepIO:
         self._overlapped.drop()
@@ -178,19 +168,14 @@ class Decoder:
 
 
 class Replica:
-    """A stream with buffers, contexts and CUDA graphs that successive batches use.
-
-    Attributes:
-        is_broken: a call failed, so the state of the device is unknown.
-        key: key of the newest batch, set when sources are added.
-    """
+    """A stream with buffers, contexts and CUDA graphs that successive batches use."""
 
     def __init__(self, engines: EngineSet) -> None:
-        self.is_broken = False
-        self.key: Key = (0, 0, 0)
+        self.is_broken = False  # a call failed, so the state of the device is unknown
+        self.key: Key = (0, 0, 0)  # when sources were added last
         self._device = DeviceResources(engines)
         try:
-            self._encoder = Encoder(self._device)
+            self.encoder = Encoder(self._device)
             self._decoder = Decoder(self._device, engines.form) if engines.form else None
         except BaseException:
             self._device.close()
@@ -204,7 +189,6 @@ class Replica:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory in use."""
         return self._device.memory.num_bytes
 
     @contextmanager
@@ -218,9 +202,8 @@ class Replica:
             self.is_broken = True
             raise
 
-    def make_room(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Make room for new sources in the first slots; `copies` lead to `after`."""
-        self.key = (after.size, after.width, after.source_len)
+    def rearrange(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
+        """Queue the change from one layout to another; `copies` move sources to their new slots."""
         held = replace(before, size=max(before.size, after.size))
         self.decoder.drop()
         self._reserve(held, after)
@@ -234,41 +217,22 @@ class Replica:
         `source_mask` is the mask of all slots. `prompts` are int64 [new rows, target_len] without the last tokens;
         target_len may be 0.
         """
+        self.key = (layout.size, layout.width, layout.source_len)
         self.decoder.caches.clear_rows(layout, len(prompts))
-        self._encoder.run(source_ids, source_mask)
+        self.encoder.run(source_ids, source_mask)
         if prompts.size:
             self.decoder.prefill(layout, prompts)
 
-    def fit(
-        self,
-        before: BatchLayout,
-        after: BatchLayout,
-        copies: Sequence[SlotCopy],
-        source_mask: Mask,
-        past_len: int,
-    ) -> None:
-        """Queue the change to another number of slots and another capacity.
-
-        `source_mask` is the mask of all new slots.
-        """
-        self.decoder.drop()
-        self.decoder.caches.copy_slots(before, copies, past_len)
-        if copies:
-            self._encoder.upload_mask(source_mask)
-        if before.capacity != after.capacity:
-            self._reserve(before, after)
-            self.decoder.caches.resize(before, after)
-
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Run an encoder-only bundle, float32 [batch, source_len, d_model]."""
-        self._device.memory.reserve(self._encoder.sizes(*source_ids.shape))
-        self._encoder.run(source_ids, source_mask)
-        return self._encoder.hidden_states(*source_ids.shape)
+        self._device.memory.reserve(self.encoder.sizes(*source_ids.shape))
+        self.encoder.run(source_ids, source_mask)
+        return self.encoder.hidden_states(*source_ids.shape)
 
     def _reserve(self, *layouts: BatchLayout) -> None:
         most = dict[str, int]()
         for layout in layouts:
-            sizes = self._encoder.sizes(layout.size, layout.source_len) | self.decoder.caches.sizes(layout)
+            sizes = self.encoder.sizes(layout.size, layout.source_len) | self.decoder.caches.sizes(layout)
             most = {name: max(size, most.get(name, 0)) for name, size in sizes.items()}
         if self._device.memory.reserve(most):  # graphs contain the old addresses
             self.decoder.forget()
@@ -297,7 +261,6 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all replicas."""
         return sum(replica.num_bytes for replica in list(self._replicas))
 
     def take(self, key: Key) -> Replica:
@@ -306,10 +269,10 @@ class ReplicaPool:
             free = [self._free.pop() for _ in range(len(self._free))]
             usable = [replica for replica in free if not replica.is_broken]
             chosen = next((replica for replica in usable if replica.key == key), usable[0] if usable else None)
-            kept = [replica for replica in usable if replica is not chosen][:MAX_FREE_REPLICAS]
-            self._free.extendleft(kept)
+            spare = [replica for replica in usable if replica is not chosen][:MAX_FREE_REPLICAS]
+            self._free.extendleft(spare)
             for replica in free:
-                if replica is not chosen and replica not in kept:
+                if replica is not chosen and replica not in spare:
                     self._replicas.remove(replica)
                     replica.close()
             if chosen is None:
@@ -318,11 +281,9 @@ class ReplicaPool:
             return chosen
 
     def give_back(self, replica: Replica) -> None:
-        """Make a replica available to other batches."""
         self._free.append(replica)
 
     def close(self) -> None:
-        """Free all replicas, including those in use."""
         with self._lock:
             self._free.clear()
             while self._replicas:

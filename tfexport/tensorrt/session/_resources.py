@@ -22,17 +22,14 @@ Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
 ITEM_BYTES: dict[DType, int] = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
-# Alignment of a tensor on the device, https://docs.nvidia.com/deeplearning/tensorrt (setTensorAddress).
-ALIGNMENT = 256
+ALIGNMENT = 256  # of a tensor on the device; see setTensorAddress
 
 
 def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> Shape:
-    """Replace the named dimensions of a tensor by numbers."""
     return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape)
 
 
 def bytes_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> int:
-    """Return the size of a tensor in bytes."""
     return math.prod(shape_of(tensor, sizes)) * ITEM_BYTES[tensor.dtype]
 
 
@@ -55,7 +52,6 @@ def part(buffer: Bytes, layout: np.dtype[np.void], name: str) -> Array:
 
 
 def offsets(layout: np.dtype[np.void]) -> dict[str, int]:
-    """Return the offset of each packed tensor in bytes."""
     return {name: field[1] for name, field in (layout.fields or {}).items()}
 
 
@@ -75,11 +71,7 @@ class Memory:
         return self._addresses[name]
 
     def reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Make room for the given numbers of bytes.
-
-        Returns:
-            Whether an existing buffer moved, so that CUDA graphs with its address are invalid.
-        """
+        """Make room; return whether a buffer moved, so that CUDA graphs with its address are invalid."""
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, -1)}
         is_reallocated = not self._addresses.keys().isdisjoint(short)
         for name, size in short.items():
@@ -87,12 +79,10 @@ class Memory:
         return is_reallocated
 
     def exchange(self, one: str, other: str) -> None:
-        """Swap the buffers of two names."""
         for table in (self._addresses, self._sizes):
             table[one], table[other] = table[other], table[one]
 
     def close(self) -> None:
-        """Free everything."""
         while self._addresses:
             name, address = self._addresses.popitem()
             self.num_bytes -= self._sizes.pop(name)
@@ -142,22 +132,17 @@ class DeviceResources:
             raise
 
     def context(self, engine: str, profile: int = STEP, use: Use = "any shapes") -> Context:
-        """Create a context of an engine on this stream, with its activations."""
         made = self.engines.engines[engine].context(profile, self.stream, use)
         self.lend_activations(made, engine, profile)
         return made
 
     def lend_activations(self, context: Context, engine: str, profile: int) -> None:
-        """Set a context's memory for activations, which another context may have moved.
-
-        The memory of a step never moves, so captured contexts stay valid.
-        """
+        """Set a context's memory for activations, which may have moved, except that of a step."""
         name, num_bytes = _activations(profile), self.engines.engines[engine].activation_bytes(profile)
         self.memory.reserve({name: num_bytes})
         context.use_memory(self.memory[name], num_bytes)
 
     def event(self) -> int:
-        """Create an event that `close` frees."""
         event = self.cuda.event()
         self._owned.callback(self.cuda.destroy_event, event)
         return event
@@ -169,7 +154,6 @@ class DeviceResources:
         return array
 
     def synchronize(self) -> None:
-        """Wait for all queued work."""
         self.cuda.synchronize(self.stream)
 
     def close(self) -> None:

@@ -18,25 +18,22 @@ from tfexport.contract import (
     decoder_graph,
 )
 from tfexport.runtime.session import Candidates, Ids
-from tfexport.tensorrt.config import EngineLimits, decoder_plan
+from tfexport.tensorrt.config import EngineLimits
 from tfexport.tensorrt.session._engine import Context, CudaGraphRunner
 from tfexport.tensorrt.session._resources import Bytes, DeviceResources, offsets, packed, part, shape_of
 
 # Device buffers for the inputs from the host and the outputs to the host.
 GIVEN, FOUND = "given", "found"
-# If several candidates are requested, start the next step early after this many consecutive steps whose best tokens
-# were used. An unused early step costs a whole step; not starting one costs the host's time between two steps.
+# An unused early step costs a whole step; not starting one costs the host's time between two steps.
 SURE_AFTER = 8
 
+_GIVEN = (CACHE_LENGTHS, TARGET_IDS)
 _FOUND = (CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
 _ITEM = np.dtype(np.int64).itemsize
 
 
 class StepIO:
-    """Pinned buffers for the inputs and outputs of a step.
-
-    Their layouts are `Step.given` and `Step.found`. They belong to the device from the launch until `wait` returns.
-    """
+    """Pinned buffers of a step, which belong to the device from the launch until `wait`."""
 
     def __init__(self, device: DeviceResources, given: int, found: int) -> None:
         self.given: Bytes = device.pinned(given, np.uint8)
@@ -44,11 +41,9 @@ class StepIO:
         self._cuda, self._event = device.cuda, device.event()
 
     def record(self, stream: int) -> None:
-        """Mark the end of the step that was just queued."""
         self._cuda.record(self._event, stream)
 
     def wait(self) -> None:
-        """Wait for the newest step that used these buffers."""
         self._cuda.wait(self._event)
 
 
@@ -65,7 +60,6 @@ class Sizes:
 
     @classmethod
     def largest(cls, limits: EngineLimits) -> Sizes:
-        """Return the sizes of the largest step that engines accept."""
         rows, length = limits.max_batch, limits.max_target_length
         return cls(rows, rows, limits.max_source_length, length, limits.max_candidates, length)
 
@@ -76,10 +70,9 @@ class Sizes:
     def packed(self, spec: ModelSpec, form: Form) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
         """Return the layouts of the host's inputs, lengths first, and of the outputs."""
         graph, dims = decoder_graph(spec, form), self.dims(0)
-        given = {tensor.name: tensor for tensor in graph.inputs if tensor.name in (CACHE_LENGTHS, TARGET_IDS)}
-        found = {tensor.name: tensor for tensor in graph.outputs if tensor.name in _FOUND}
-        in_order = [given[name] for name in (CACHE_LENGTHS, TARGET_IDS) if name in given]
-        return packed(in_order, dims), packed((found[name] for name in _FOUND), dims)
+        tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.outputs)}
+        given, found = ([tensors[name] for name in names if name in tensors] for names in (_GIVEN, _FOUND))
+        return packed(given, dims), packed(found, dims)
 
 
 class Step:
@@ -93,9 +86,9 @@ class Step:
     def __init__(
         self, device: DeviceResources, sizes: Sizes, context: Context, past_len: int = 0, *, replays: bool = False
     ) -> None:
-        """Bind a context of the decoder to shapes and addresses.
+        """Bind a context; `past_len` is for the concat variant.
 
-        `past_len` is used by the concat form; `replays` states whether the step repeats with the same addresses.
+        `replays` states whether the step repeats with the same addresses.
         """
         form = device.engines.form
         assert form is not None
@@ -108,17 +101,14 @@ class Step:
         self._bind()
 
     def feed(self, io: StepIO, target_ids: Ids, lengths: Ids) -> None:
-        """Queue the step on tokens of the host, int64 [rows · target_len].
-
-        `lengths` are the tokens in the cache of every row, [rows].
-        """
+        """Queue the step on tokens of the host; `lengths` are those in the caches, [rows]."""
         part(io.given, self.given, TARGET_IDS)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
         """Queue the step on the best tokens of the newest step, of the same sizes.
 
-        `lengths` include the tokens of the newest step; each `number` of a step I/O has its own CUDA graph.
+        `lengths` include these tokens; each `number` of a step I/O has its own CUDA graph.
         """
         self._launch(f"follow {number}", io, lengths)
 
@@ -133,7 +123,6 @@ class Step:
         return Candidates(ids[rows, :wanted], logits[rows, :wanted], totals[rows].reshape(-1))
 
     def close(self) -> None:
-        """Free the CUDA graphs."""
         self._runner.close()
 
     def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
@@ -162,7 +151,7 @@ class Step:
             addresses |= {name: memory[buffer] + offset for name, offset in offsets(layout).items()}
         for tensor in (*graph.inputs, *graph.outputs):
             if tensor.name not in addresses:
-                # The static form writes in place: past and present share a buffer.
+                # The static variant writes in place: past and present share a buffer.
                 name = tensor.name.replace("present_", "past_") if self._form == "static" else tensor.name
                 addresses[tensor.name] = memory[name]
         self._context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
@@ -173,8 +162,7 @@ class Step:
         if self._context.can_be_captured(self._device.stream):
             return True
         self._device.synchronize()
-        plan = decoder_plan(self._form, self.sizes.capacity, self._device.engines.limits)
-        self._context = self._device.context(plan, use="replay itself")
+        self._context = self._device.context(self._context.name, use="replay itself")
         self._bind()
         return False
 
@@ -183,12 +171,10 @@ class OverlappedStep:
     """Queues the next step before the host has read the tokens of this one.
 
     Greedy search nearly always continues with the best token, which is already on the device. So a call can queue two
-    steps, this one and the next, and wait only for this one. The device computes while the host decides which rows are
-    finished. The next call checks that the host chose the tokens that the device continued with. If not, the early step
-    is dropped. It wrote past the end of the cache, where its replacement overwrites it.
-
-    A caller that requests one candidate continues with it. A caller that requests several may filter, sample or search
-    with beams, so the next step is started early only after `SURE_AFTER` steps that used the best tokens.
+    steps, this one and the next, and wait only for this one. The next call checks that the host chose the tokens that
+    the device continued with. If not, the early step is dropped; its replacement overwrites what it wrote past the end
+    of the cache. A caller that requests several candidates may filter, sample or search with beams, so the next step is
+    started early only after `SURE_AFTER` steps that used the best tokens.
 
     Two step I/Os take turns. The host writes into one only after it has waited for the step that used it.
     """
@@ -202,18 +188,11 @@ class OverlappedStep:
         self._taken = 0  # consecutive steps whose best tokens were used
 
     def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
-        """Run a step and start the next one if it is likely to be used.
+        """Run a step of one token per row, and start the next one if it is likely to be used.
 
-        Args:
-            step: a step of one token per row.
-            target_ids: int64 [rows]; only the rows of `read` matter.
-            read: indices of the rows that the host reads, int64.
-            lengths: tokens in the cache of every row, int64 [rows]; 0 in rows that are not read.
-
-        Returns:
-            The step I/O with the results, valid until the next call.
+        The host reads only the rows `read`; `lengths` are 0 in all others. The result is valid until the next call.
         """
-        if not self._is_under_way(step, target_ids, read, lengths):
+        if not self._is_started(step, target_ids, read, lengths):
             self._wait()
             self._number = 0
             step.feed(self._ios[0], target_ids, lengths)
@@ -230,7 +209,7 @@ class OverlappedStep:
         return io
 
     def drop(self) -> None:
-        """Wait for a step that was started early and drop its tokens; frees both I/Os."""
+        """Wait for a step that was started early and drop its tokens."""
         self._wait()
         self._taken, self._chosen = 0, np.empty(0, np.int64)
 
@@ -239,7 +218,7 @@ class OverlappedStep:
             self._ios[self._number].wait()
             self._step = None
 
-    def _is_under_way(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> bool:
+    def _is_started(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> bool:
         is_taken = self._chosen.size == target_ids.size and bool((target_ids[read] == self._chosen[read]).all())
         self._taken = self._taken + 1 if is_taken else 0
         return is_taken and self._step is step and bool((lengths[read] == self._lengths[read]).all())

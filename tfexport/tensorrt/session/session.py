@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import (
-    ENCODER,
-    REORDER,
-    Form,
-    ModelSpec,
-    decoder_graph,
-    encoder_graph,
-    reorder_spec,
-)
+from tfexport.contract import Form, ModelSpec
 from tfexport.errors import BackendError
 from tfexport.precision import Accuracy, WeightType
 from tfexport.runtime.checked import CheckedSession
@@ -23,7 +15,14 @@ from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt._library import Library
-from tfexport.tensorrt.config import EngineLimits, cache_aliases, decoder_plans
+from tfexport.tensorrt.config import (
+    EngineLimits,
+    cache_aliases,
+    decoder_plans,
+    num_profiles,
+    plan_contract,
+    plan_names,
+)
 from tfexport.tensorrt.cuda import Cuda, need_gpu
 from tfexport.tensorrt.session._batch import TrtBatch, check_limit
 from tfexport.tensorrt.session._engine import Engine
@@ -62,20 +61,13 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
 def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
     """Yield the session of a bundle's engine for verification."""
     if graphs.bundle is None:
-        raise BackendError("trt: engines are built from a bundle, and here are graphs alone")
+        raise BackendError("trt: engines are stored in a bundle, but only graphs were passed; pass a bundle")
     session = open_bundle(graphs.bundle, options)
     yield f"trt {session.accuracy}", session
 
 
 class TrtSession(CheckedSession):
-    """Engines of TensorRT 10, TensorRT 11 or TensorRT-RTX on the first GPU.
-
-    Attributes:
-        spec: sizes, limits and token ids; the lengths are the limits of the engines.
-        accuracy: type of the weights if it is narrower than that of the graphs, else that of the graphs.
-        limits: limits of the engines.
-        form: decoder form; None for encoder-only bundles.
-    """
+    """Engines of TensorRT 10, TensorRT 11 or TensorRT-RTX on the first GPU."""
 
     backend = "trt"
 
@@ -92,25 +84,19 @@ class TrtSession(CheckedSession):
         reason: Callable[[], str] = lambda: "see the log of the library",
         kernels: KernelStore | None = None,
     ) -> None:
-        """Check deserialized engines.
+        """Check deserialized engines, by plan name.
 
-        `engines` maps plan names to `ICudaEngine`, including `reorder` if there is a decoder. `spec` has the precision
-        of the engines, `weights` is the type of the matrices if it is narrower, and `form` is None for encoder-only
-        bundles. `reason` returns the newest errors in the library's log. `close` writes compiled kernels to `kernels`.
+        `spec` has the precision of the engines; `weights` is the type of the matrices if it is narrower. `reason`
+        returns the newest errors in the library's log. `close` writes compiled kernels to `kernels`.
         """
-        contracts = {ENCODER: (encoder_graph(spec), 1)}
-        decoders = decoder_plans(form, limits) if form else {}
-        aliases = cache_aliases(spec) if form == "static" else {}
-        if form:
-            contracts |= dict.fromkeys(decoders, (decoder_graph(spec, form), 2))
-            contracts[REORDER] = (reorder_spec(spec.precision), 1)
         made = {}
-        for name, (contract, num_profiles) in contracts.items():
-            if name not in engines:
-                raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
-            made[name] = Engine(name, engines[name], library.trt, reason, kernels)
-            made[name].check(contract, num_profiles, aliases if name in decoders else {})
-        self._engines, self._kernels, self._capacities = made, kernels, tuple(decoders.values())
+        for plan in plan_names(form, limits):
+            if plan not in engines:
+                raise BackendError(f"trt: engine {plan} is missing; build it with tfexport trt BUNDLE --force")
+            made[plan] = Engine(plan, engines[plan], library.trt, reason, kernels)
+            made[plan].check(plan_contract(plan, spec, form), num_profiles(plan), cache_aliases(plan, spec, form))
+        self._engines, self._kernels = made, kernels
+        self._capacities = tuple(decoder_plans(form, limits).values())
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
         self.limits = _limits(spec, limits)
@@ -134,10 +120,7 @@ class TrtSession(CheckedSession):
         return self._open_pool().num_bytes
 
     def close(self) -> None:
-        """Store compiled kernels and free everything, including live batches.
-
-        No other call may be running.
-        """
+        """Store compiled kernels and free everything; no other call may be running."""
         pool, self._pool = self._pool, None
         if pool:
             if self._kernels:
