@@ -183,12 +183,12 @@ def test_keys_and_values_of_two_widths_are_built_in_the_concat_form(tmp_path: Pa
     save_model(tiny.model(config), tmp_path / "model")
     bundle = tmp_path / "bundle"
     export_bundle(str(tmp_path / "model"), bundle, ExportConfig(forms=("concat", "static")), verify=False)
-    said = "static, whose attention takes keys and values of one width, and a head has 8 and 12"
+    said = "static, which needs keys and values of the same width, and a head has 8 and 12"
     refused = run("trt", bundle, *RTX, "--form", "static", "--max-batch", "2")
     assert (refused.exit_code, refused.stderr) == (1, f"error: trt: form is {said}; use --form concat\n")
     built = run("trt", bundle, *RTX, "--max-batch", "2")
     assert built.exit_code == 0, built.output
-    assert built.stderr.startswith(f"building the concat form, not {said}\n")
+    assert built.stderr.startswith(f"building the concat variant, not {said}\n")
     manifest = open_engine(bundle.resolve(), "tensorrt-rtx-concat-fp32").manifest
     past = {tensor.name: tensor.shape[3] for tensor in manifest.plans["decoder"].inputs if "past_" in tensor.name}
     assert past == {"past_key.0": 8, "past_value.0": 12}

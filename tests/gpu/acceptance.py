@@ -1,7 +1,4 @@
-"""Run the parts of the acceptance, each in its own process, within a budget, and write a report.
-
-A part that crashes or hangs is a result like any other.
-"""
+"""Run the parts of the acceptance, each in its own process, within a budget, and write a report."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from tests.gpu.parts import FOUND, PARTS, WORK, Part, skipped
 from tfexport.doctor import Diagnosis, diagnose
 
 WORKER = (sys.executable, "-m", "pytest", "-q", "-s", "-m", "gpu", "-p", "no:cacheprovider")
-# Less than this is not worth the start of a part: libraries alone take seconds to load.
+# Libraries alone take seconds to load.
 LEAST_S = 15
 TAIL_LINES = 20
 OUT_OF_TIME = "out of time"
@@ -32,27 +29,20 @@ TESTS_FAILED = 1
 
 @dataclass
 class Outcome:
-    """The result of a part.
-
-    Attributes:
-        status: "passed", "failed", "refused" (by the library, which is a finding) or "skipped".
-        reason: why it was skipped or failed as a whole; empty otherwise.
-        checks: in order; see `gpu.job.Job`.
-        tail: last lines of the output of a part that failed.
-    """
+    """The result of a part."""
 
     part: str
     what: str
-    status: str
-    reason: str = ""
+    status: str  # "passed", "failed", "refused" (by the library) or "skipped"
+    reason: str = ""  # why it was skipped or failed as a whole
     seconds: float = 0.0
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    tail: str = ""
+    checks: list[dict[str, Any]] = field(default_factory=list)  # see `gpu.job.Job`
+    tail: str = ""  # last lines of the output of a part that failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts and write report.json and report.md; return 1 when one failed."""
-    parser = argparse.ArgumentParser(description="Try on a GPU all that CI cannot, and write what was found.")
+    parser = argparse.ArgumentParser(description="Run everything that needs a GPU, and write a report.")
     parser.add_argument("--output", type=Path, required=True, help="folder for report.json and report.md")
     parser.add_argument("--budget", type=float, default=540, help="seconds in all; what no longer fits is skipped")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="parts to run")
@@ -118,14 +108,14 @@ def run_part(part: Part, work: Path, left_s: float, worker: Sequence[str] = WORK
     checks = read_checks(found)
     status = judge(checks, death)
     if code == TESTS_FAILED and any(check["status"] == "failed" for check in checks):
-        death = ""  # which is what the checks say better
+        death = ""  # the checks have the reason
     reason = death or ("" if checks else "nothing was checked")
     tail = "\n".join(printed.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if status == "failed" else ""
     return Outcome(part.name, part.what, status, reason, time.monotonic() - began, checks, tail)
 
 
 def read_checks(path: Path) -> list[dict[str, Any]]:
-    """Read the checks that a part wrote; the last line may be cut off."""
+    """Read the checks that a part wrote; the last line may be incomplete."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -183,7 +173,7 @@ def markdown(diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) 
             rows = [[c["name"], c["status"], f"{c['seconds']:.1f}", spell(c)] for c in outcome.checks]
             lines += ["", f"## {outcome.part}", "", *table(["check", "result", "seconds", "found"], rows)]
         if outcome.tail:
-            lines += ["", f"The end of what {outcome.part} printed:", "", "```", outcome.tail, "```"]
+            lines += ["", f"The end of the output of {outcome.part}:", "", "```", outcome.tail, "```"]
     return lines
 
 

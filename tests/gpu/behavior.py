@@ -1,4 +1,4 @@
-"""Threads, refusals and equal logits on a GPU."""
+"""Check threads, refusals and equal logits on a GPU."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from tests.gpu.decodes import hypotheses
 from tests.gpu.job import Job
 from tests.runtime.exported import sources
 from tests.runtime.planted import planted, ranked
+from tests.tensorrt.artifact.stored import flip
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import EngineError, InputError
 from tfexport.tensorrt.config import Target
 
-# Below and above the sizes that ONNX Runtime's radix selection is taken for.
+# Below and above the sizes at which ONNX Runtime uses its radix selection.
 VOCABULARIES = (100, 600, 8_000, 32_000)
 COUNTS = (1, 8, 64, 100)
 
 
 def sessions(job: Job, target: Target) -> None:
-    """Compare two sessions over one loaded engine, in eight threads, with each by itself."""
+    """Compare two sessions over one loaded engine in eight threads with each alone."""
     from tfexport.tensorrt.cuda import Cuda
     from tfexport.tensorrt.session.session import TrtSession
     from tfexport.tensorrt.store import load_engine
@@ -56,7 +57,7 @@ def together(opened: Sequence[Any]) -> None:
     alone = [hypotheses(*task) for task in tasks]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda task: hypotheses(*task), tasks * 3))
-    assert found == alone * 3, "threads get other tokens than one alone"
+    assert found == alone * 3, "threads get other tokens than a single one"
 
 
 def refusals(job: Job, target: Target) -> None:
@@ -105,12 +106,6 @@ def raised(call: Callable[[], object], kind: type[Exception]) -> str:
     raise AssertionError("nothing was refused")
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def ties(job: Job) -> None:
     """Compare both forms in ONNX Runtime CUDA with the CPU if all logits have a few values."""
     from tfexport.export.write import write_graphs
@@ -134,7 +129,7 @@ def ties(job: Job) -> None:
 
 
 def is_ranked(found: Any, row: np.ndarray, count: int) -> bool:
-    """Check the order of candidates; return whether those that tie for the last place are the CPU's too."""
+    """Check the order of candidates; return whether ties for the last place equal the CPU's."""
     expected = ranked(row)[:count]
     for ids, logits in zip(found.token_ids, found.logits, strict=True):
         np.testing.assert_array_equal(logits, row[expected])

@@ -42,11 +42,10 @@ def hypotheses(session: Any, batch: int = 8, beams: int = 4) -> list[tuple[int, 
 
 
 def measure(session: Any, weight_bytes: float, settings: tuple[Setting, ...] = SETTINGS) -> dict[str, Numbers]:
-    """Time whole decodes with their own ends; forbidding those would ask for more candidates than greedy takes.
+    """Time whole decodes; return `step_ms`, `steps` and `step_bytes`, each by setting.
 
-    Returns:
-        By setting: `step_ms`, the time of a decode with its encoder divided by its steps, the median of at least five
-        after three; `steps` of a decode; `step_bytes`, the weights and caches that a step must read.
+    `step_ms` is the time of a decode with its encoder divided by its steps, the median of at least five after three;
+    `step_bytes` are the weights and caches that a step must read.
     """
     found: dict[str, Numbers] = {"step_ms": {}, "steps": {}, "step_bytes": {}}
     for batch, beams in settings:
@@ -68,11 +67,7 @@ def num_steps(session: Any, batch: int, beams: int, new_tokens: int) -> int:
 
 
 def cache_bytes(spec: ModelSpec, batch: int, beams: int, steps: int) -> float:
-    """Return the bytes of caches that a step must read, the mean over the steps of a decode.
-
-    These are the keys and values of the source, once for all its beams, and of the tokens so far in each row. A form
-    that reads its buffers to the end reads more.
-    """
+    """Return the bytes of keys and values that a step must read, the mean over the steps of a decode."""
     token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * ITEM_BYTES[FLOAT[spec.precision]]
     source_len = min(SOURCE_LEN, spec.max_source_length)
     return token * batch * (source_len + beams * (steps + 1) / 2)
@@ -81,10 +76,9 @@ def cache_bytes(spec: ModelSpec, batch: int, beams: int, steps: int) -> float:
 def launches(
     session: Any, count: Callable[[Callable[[], object]], int], settings: tuple[Setting, ...] = LAUNCHES
 ) -> Numbers:
-    """Count kernels, copies and fills of a step, by setting; `session` has decoded these settings before.
+    """Count kernels, copies and fills of a step, by setting, after these settings were decoded.
 
-    The number comes from a long and a short decode, so that it excludes the encoder. A setting is left out if nothing
-    was counted or both decodes have equal numbers of steps.
+    The number comes from a long and a short decode, so that it excludes the encoder.
     """
     found = {}
     for batch, beams in settings:

@@ -22,26 +22,23 @@ DATES = Path(__file__).resolve().parents[2] / "models" / "dates"
 
 
 class Job:
-    """Writes each check when it ends, so that none is lost if the process dies; parts share the folder `work`."""
+    """Writes each check when it ends, in case the process dies; parts share the folder `work`."""
 
     def __init__(self, work: Path, found: Path) -> None:
-        """Write checks to the file `found`, one JSON object a line: name, status, detail, seconds, numbers."""
+        # One JSON object a line: name, status, detail, seconds, numbers.
         self.work, self._found = work, found
         self.failed: list[str] = []
 
     @contextlib.contextmanager
     def check(self, name: str, refusal: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[dict[str, Any]]:
-        """Run a check, which fails if the block raises; yields a dictionary for measured numbers.
-
-        If the block raises `refusal`, the check is "refused" instead.
-        """
+        """Yield a dictionary for numbers; the check fails if the block raises, and `refusal` makes it "refused"."""
         began, status, detail = time.perf_counter(), "passed", ""
         numbers: dict[str, Any] = {}
         try:
             yield numbers
         except refusal as error:
             status, detail = "refused", str(error)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong is a result
+        except Exception as error:  # noqa: BLE001 - every error is a result
             traceback.print_exc()
             status = "failed"
             detail = str(error) if isinstance(error, TfexportError) else f"{type(error).__name__}: {error}"
@@ -65,10 +62,7 @@ class Job:
         return path
 
     def engine(self, bundle: Path, target: Target, form: Form | None, precision: Precision, **more: Any) -> str | None:
-        """Return the name of an engine in a bundle; build it if no part has done so.
-
-        If it cannot be built, the check fails and the result is None. `more` are fields of `EngineConfig`.
-        """
+        """Return the name of an engine in a bundle, built if no part has done so; None if it cannot be built."""
         from tfexport.tensorrt.config import engine_key
         from tfexport.tensorrt.pipeline import build_engines, resolve_build
 
@@ -89,7 +83,6 @@ class Job:
         return found[0] if found else None
 
     def copy(self, name: str, source: Path, *, engines: bool) -> Path:
-        """Return a new copy of a bundle."""
         path = self.work / "bundles" / name
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(source, path, ignore=None if engines else shutil.ignore_patterns(ENGINES))

@@ -1,7 +1,8 @@
-"""Measure a step: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
+"""Measure a step of engines with and without CUDA graphs, of ONNX Runtime and of PyTorch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
 
 
 def latency(job: Job, target: Target) -> None:
-    """Engines with CUDA graphs and without: the same tokens, and how long they take."""
+    """Compare engines with and without CUDA graphs."""
     bundle = job.bundle(MEASURED)
     for precision in PRECISIONS:
         name = job.engine(bundle, target, "static", precision, max_batch=128)
@@ -80,7 +81,7 @@ def parameter_bytes(model: Any) -> int:
 
 
 def double_latency(job: Job, cuda: Callable[[], Any] = WatchedCuda, engine: type[TorchEngine] = GpuEngine) -> None:
-    """The session for TensorRT on engines of PyTorch: what replayed graphs and overlapped steps make of its kernels."""
+    """Measure the session for TensorRT on engines of PyTorch."""
     for precision in PRECISIONS:
         with job.check(f"engine double {precision}") as numbers:
             path = job.bundle(MEASURED, precision)
@@ -92,7 +93,6 @@ def double_latency(job: Job, cuda: Callable[[], Any] = WatchedCuda, engine: type
 
 
 def ort_latency(job: Job, device: Device = "cuda") -> None:
-    """ONNX Runtime, both forms."""
     for precision in PRECISIONS:
         for form in ("static", "concat"):
             with job.check(f"ort {device} {form} {precision}") as numbers:
@@ -103,25 +103,17 @@ def ort_latency(job: Job, device: Device = "cuda") -> None:
 
 
 def torch_latency(job: Job, *, compiled: bool, device: str = "cuda") -> None:
-    """PyTorch as it is, or with the decoder's step compiled."""
     for precision in PRECISIONS:
         with job.check(f"{'torch.compile' if compiled else 'eager'} {precision}") as numbers:
             session = eager_session(precision, device, compiled=compiled)
             report(session, parameter_bytes(session.open_model()), numbers)
 
 
-def eager(job: Job) -> None:
-    """PyTorch as it is."""
-    torch_latency(job, compiled=False)
-
-
-def compiled(job: Job) -> None:
-    """PyTorch with the decoder's step compiled."""
-    torch_latency(job, compiled=True)
+eager = functools.partial(torch_latency, compiled=False)
+compiled = functools.partial(torch_latency, compiled=True)
 
 
 def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
-    """Open the eager model on a device, in a precision, its step compiled or not."""
     import torch
 
     from tfexport.nn.config import model_spec
@@ -130,8 +122,8 @@ def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
 
     model = build_preset(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))
     if compiled:
-        torch.compiler.reset()  # the other precision has been compiled as often as the compiler likes
-        # Else a probability of dropout is a number that may change, whose comparison ends the graph in each attention.
+        torch.compiler.reset()  # the other precision has reached the limit of compilations
+        # Otherwise a probability of dropout is a variable, whose comparison ends the graph in each attention.
         torch._dynamo.config.specialize_float = True
         model.decode_step = torch.compile(model.decode_step, dynamic=True)  # type: ignore[method-assign]
     return EagerSession(model, model_spec(model.config, precision))

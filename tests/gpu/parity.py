@@ -1,19 +1,14 @@
-"""Parity: engines and ONNX Runtime CUDA beside PyTorch."""
+"""Compare engines and ONNX Runtime CUDA with PyTorch."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tests.gpu.decodes import random_sources
 from tests.gpu.job import Job
 from tfexport.bundle.bundle import open_bundle
-from tfexport.bundle.manifest import ENGINES
-from tfexport.contract import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec
+from tfexport.contract import Form
 from tfexport.errors import EngineError
 from tfexport.model.load import load
 from tfexport.precision import Precision
@@ -28,10 +23,7 @@ TEXTS = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1
 
 
 def rtx_accepts(job: Job) -> None:
-    """Whether TensorRT-RTX takes this GPU: the engine it builds by default, and one for this GPU alone.
-
-    The library is asked itself, also where tfexport refuses the engine beforehand.
-    """
+    """Load the default engine of TensorRT-RTX and one for this GPU, even if tfexport refuses them."""
     from tfexport.tensorrt._library import PORTABLE
     from tfexport.tensorrt.cuda import need_gpu
     from tfexport.tensorrt.pipeline import build_engines
@@ -39,8 +31,8 @@ def rtx_accepts(job: Job) -> None:
 
     capability = need_gpu().compute_capability
     wanted: tuple[str, ...]
-    # Named, since tfexport by itself builds for the GPU at hand.
-    for what, wanted in (("default engine", PORTABLE), (f"engine for {capability} alone", (capability,))):
+    # Named, because tfexport builds for the local GPU by default.
+    for what, wanted in (("default engine", PORTABLE), (f"engine for only {capability}", (capability,))):
         bundle = job.copy(f"rtx-accepts-{len(wanted)}", job.bundle("dates"), engines=False)
         with job.check(what, EngineError) as numbers:
             config = EngineConfig(target="tensorrt-rtx", precision="fp16", compute_capabilities=wanted)
@@ -53,11 +45,7 @@ def rtx_accepts(job: Job) -> None:
 
 
 def library_takes(plan: bytes) -> str:
-    """Give a plan to TensorRT-RTX, and return what it says of its validity.
-
-    Raises:
-        EngineError: it refuses, in its own words.
-    """
+    """Load a plan with TensorRT-RTX and return its validity; raise `EngineError` with the library's reason."""
     from tfexport.tensorrt._library import load_library
 
     library = load_library("tensorrt-rtx")
@@ -152,36 +140,3 @@ def read_dates(bundle: Path, **options: Any) -> list[str]:
         found = texts[1]
         assert found == texts[0], f"num_beams {beams}: {found}, expected {texts[0]}"
     return found
-
-
-def comparator(job: Job, target: Target) -> None:
-    """The encoder's engine beside its graph in ONNX Runtime, run and compared by Polygraphy."""
-    if target == "tensorrt-rtx":
-        os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1"  # read when polygraphy is first imported
-    bundle = open_bundle(job.bundle("dates"))
-    name = job.engine(bundle.path, target, "static", "fp32")
-    if name is None:
-        return
-    with job.check("encoder beside ONNX Runtime"):
-        from polygraphy.backend.common import BytesFromPath
-        from polygraphy.backend.trt import EngineFromBytes, TrtRunner
-
-        plan = bundle.path / ENGINES / name / "encoder.plan"
-        compare_runners(bundle.path, TrtRunner(EngineFromBytes(BytesFromPath(str(plan)))), bundle.manifest.spec)
-
-
-def compare_runners(bundle: Path, runner: Any, spec: ModelSpec) -> None:
-    """Fail unless a runner of Polygraphy gives what ONNX Runtime gives for the encoder."""
-    from polygraphy import comparator
-    from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
-
-    feeds = []
-    for batch in (1, 4):
-        ids = np.array(random_sources(spec, batch))
-        feeds.append({SOURCE_IDS: ids, SOURCE_MASK: np.ones(ids.shape, np.bool_)})
-    reference = OnnxrtRunner(SessionFromOnnx(str(bundle / "encoder.onnx"), providers=["CPUExecutionProvider"]))
-    found = comparator.Comparator.run([reference, runner], data_loader=feeds)
-    # The newer name from 0.53 on; the older one goes with 0.60.
-    simple = getattr(comparator, "SimpleCompareFunc", None) or comparator.CompareFunc.simple
-    accuracy = comparator.Comparator.compare_accuracy(found, simple(atol=1e-4, rtol=1e-4))
-    assert bool(accuracy), "Polygraphy finds a difference above 1e-4"

@@ -1,4 +1,4 @@
-"""List the parts of the GPU acceptance, the most telling first, and what each needs."""
+"""List the parts of the GPU acceptance, the most important first, and their requirements."""
 
 from __future__ import annotations
 
@@ -17,53 +17,40 @@ from tfexport.tensorrt.config import Target
 # Environment variables of a part's process: the folder that parts share, and the file for checks.
 WORK, FOUND = "GPU_WORK", "GPU_FOUND"
 # "rtx-library" is the library by itself, "tensorrt-rtx" one that supports the GPU.
-Need = Literal[
-    "gpu", "tensorrt", "rtx-library", "tensorrt-rtx", "ort", "ort-cuda", "torch-cuda", "export", "polygraphy"
-]
+Need = Literal["gpu", "tensorrt", "rtx-library", "tensorrt-rtx", "ort", "ort-cuda", "torch-cuda", "export"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the acceptance; `scripts/gpu-acceptance` runs it in its own process.
-
-    Attributes:
-        where: module and function in this folder, such as "parity.dates".
-        what: the part shows.
-        limit_s: seconds after which it is stopped.
-        needs: the part is skipped without them.
-        target: library that the function takes after the job; None if it takes none.
-    """
+    """One part of the acceptance; `scripts/gpu-acceptance` runs it in its own process."""
 
     name: str
-    where: str
+    where: str  # module and function in this folder, such as "parity.dates"
     what: str
     limit_s: int
-    needs: tuple[Need, ...]
-    target: Target | None = None
+    needs: tuple[Need, ...]  # the part is skipped without them
+    target: Target | None = None  # argument of the function after the job
 
     @property
     def test(self) -> str:
-        """The test that runs this part."""
         return f"test_parts.py::test_part[{self.name}]"
 
     def run(self, job: Any) -> None:
-        """Run the part, which imports heavy libraries."""
         module, _, function = self.where.partition(".")
         arguments = (self.target,) if self.target else ()
         getattr(importlib.import_module(f"tests.gpu.{module}"), function)(job, *arguments)
 
 
-def _on_both(where: str, what: str, limit_s: int, *more: Need) -> list[Part]:
+def _on_both(where: str, what: str, limit_s: int) -> list[Part]:
     name = where.partition(".")[2]
     titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     return [
-        Part(f"{target}-{name}", where, f"{titles[target]}: {what}", limit_s, ("gpu", target, *more), target)
+        Part(f"{target}-{name}", where, f"{titles[target]}: {what}", limit_s, ("gpu", target), target)
         for target in get_args(Target)
     ]
 
 
 PARTS: tuple[Part, ...] = (
-    # With PyTorch only: whether captures, overlapped steps and threads are right on a real GPU.
     Part(
         "engine-double",
         "test_engine_double.engine_double",
@@ -73,13 +60,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("eager-latency", "latency.eager", "PyTorch eager: milliseconds a step", 90, ("torch-cuda",)),
     Part("compile-latency", "latency.compiled", "PyTorch torch.compile: milliseconds a step", 180, ("torch-cuda",)),
-    Part(
-        "primitives",
-        "primitives.primitives",
-        "the bandwidth, replays of a graph, top-k, small copies",
-        60,
-        ("torch-cuda",),
-    ),
+    Part("primitives", "primitives.primitives", "bandwidth, replays, top-k, small copies", 60, ("torch-cuda",)),
     Part("rtx-accepts", "parity.rtx_accepts", "TensorRT-RTX: GPU support", 90, ("gpu", "rtx-library")),
     *_on_both("parity.dates", "models/dates against PyTorch, both forms, fp32, fp16 and bf16", 200),
     Part("ort-cuda", "parity.ort_cuda", "ONNX Runtime CUDA: models/dates against PyTorch", 120, ("ort-cuda",)),
@@ -95,10 +76,9 @@ PARTS: tuple[Part, ...] = (
     *_on_both("behavior.sessions", "several sessions and threads over one engine", 60),
     *_on_both("behavior.refusals", "stale, damaged and foreign engines, requests beyond a profile", 60),
     *_on_both("parity.weights", "models/dates with int8 and int4 weights", 120),
-    *_on_both("parity.comparator", "the encoder compared with ONNX Runtime, by Polygraphy", 60, "polygraphy"),
     Part("ort-presets", "parity.ort_presets", "ONNX Runtime CUDA: random presets against PyTorch", 120, ("ort-cuda",)),
     Part("ort-ties", "behavior.ties", "ONNX Runtime CUDA: equal logits in order of id", 60, ("ort-cuda",)),
-    # Some forty builds, as many as the time allows: to run out of it is no failure, so they come last.
+    # Some forty builds, as many as the time allows, so they come last.
     *_on_both("parity.presets", "random presets against PyTorch, both forms, fp32, fp16 and bf16", 3600),
 )
 
@@ -115,7 +95,6 @@ def missing(need: Need) -> str:
     look: dict[Need, Callable[[], str]] = {
         "gpu": lambda: find_gpus()[1],
         "export": lambda: next(filter(None, map(_absent, ("torch", "onnx", "onnxscript", "safetensors"))), ""),
-        "polygraphy": lambda: _absent("polygraphy"),
         "rtx-library": lambda: _absent("tensorrt_rtx"),
         "ort": lambda: _absent("onnxruntime"),
         "ort-cuda": lambda: _problem("onnxruntime", "cuda"),

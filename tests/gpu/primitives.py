@@ -1,4 +1,4 @@
-"""What a step is made of, timed by itself, reported and not judged: replays, top-k, small copies, and the bandwidth."""
+"""Measure the bandwidth of the GPU, and replays of kernels, top-k and small copies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from tests.gpu.job import Job
 
-# Kernels of a static step of paper-base in ONNX Runtime CUDA, give or take.
-NUM_KERNELS = 134
+NUM_KERNELS = 134  # about as many as a static step of paper-base has in ONNX Runtime CUDA
 VOCAB, ROWS, CANDIDATES = 32_000, (1, 8, 32), (1, 2, 8)
 LARGE_BYTES = 1 << 30
 WARM_UP, RUNS = 5, 50
@@ -19,7 +18,6 @@ Call = Callable[[], object]
 
 
 def primitives(job: Job, device: str = "cuda", large_bytes: int = LARGE_BYTES) -> None:
-    """All of them, medians, as the GPU's own clock has them."""
     with job.check("bandwidth") as numbers:
         numbers.update(bandwidth(device, large_bytes))
     with job.check(f"a graph of {NUM_KERNELS} tiny kernels") as numbers:
@@ -50,7 +48,6 @@ def bandwidth(device: str, num_bytes: int) -> dict[str, float]:
 
 
 def replay_us(queue: Call) -> float:
-    """Return the microseconds of a replay of the calls in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -63,7 +60,6 @@ def replay_us(queue: Call) -> float:
 
 
 def median_us(queue: Call) -> float:
-    """Return the median of the microseconds that the calls take."""
     found = []
     for run in range(WARM_UP + RUNS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

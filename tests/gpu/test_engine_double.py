@@ -37,18 +37,16 @@ from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.session.session import TrtSession
 
 FORMS: tuple[Form, ...] = ("static", "concat")
-# What PyTorch and CUDA keep between sessions: code of kernels that ran for the first time.
+# Memory that stays allocated between sessions, for the code of kernels.
 SLACK_BYTES = 16 << 20
 
 
 class UncapturableEngine(TorchEngine):
-    """An engine that no graph can hold, which it does not say beforehand."""
-
     is_capturable = False
 
 
 class WaitingEngine(GpuEngine):
-    """An engine that waits for the GPU, which no capture survives."""
+    """An engine that waits for the GPU, which ends every capture."""
 
     def run(self, arrays: Any) -> None:
         super().run(arrays)
@@ -57,8 +55,6 @@ class WaitingEngine(GpuEngine):
 
 @dataclass(frozen=True)
 class Place:
-    """Where engines run."""
-
     cuda: Callable[[], Any]
     engine: type[TorchEngine]
     uncapturable: type[TorchEngine]  # its capture fails
@@ -80,8 +76,6 @@ GPU = Place(WatchedCuda, GpuEngine, WaitingEngine, torch.cuda.synchronize, free_
 
 
 class PlacedModel(Model):
-    """The trained model on engines of PyTorch."""
-
     def __init__(self, bundle: Path, place: Place) -> None:
         super().__init__(bundle)
         self.place = place
@@ -95,7 +89,6 @@ class PlacedModel(Model):
 
 
 def decodes(dates: PlacedModel, form: Form) -> None:
-    """Greedy, with beams, filters and samples: the tokens of ONNX Runtime."""
     expected, session = test_decode.dates_ort(dates, form), dates.trt(form, max_batch=32)
     for name, options in test_decode.OPTIONS.items():
         assert dates.tokens(session, **options) == dates.tokens(expected, **options), name
@@ -104,12 +97,10 @@ def decodes(dates: PlacedModel, form: Form) -> None:
 
 
 def batch_sizes(dates: PlacedModel) -> None:
-    """No text depends on its batch."""
     test_decode.test_no_text_depends_on_its_batch(dates)
 
 
 def joins(dates: PlacedModel) -> None:
-    """Requests of every kind that join and leave get what each gets alone, in any order."""
     session = dates.trt(max_batch=24)
     for seed in range(2):
         requests = random_requests(session, 24, seed)
@@ -118,7 +109,6 @@ def joins(dates: PlacedModel) -> None:
 
 
 def poison(dates: PlacedModel) -> None:
-    """Free slots full of NaN harm nobody, while sources join and leave."""
     rng = np.random.default_rng(0)
     asked, session = test_batch.requests(dates, rng, 20), dates.trt(max_batch=5)
     for batch in test_batch.serve(session, dates, list(asked), rng, slots=5):
@@ -130,7 +120,6 @@ def poison(dates: PlacedModel) -> None:
 
 
 def replays(dates: PlacedModel) -> None:
-    """Steps are captured once and replayed, also by the next batch like it."""
     session = dates.trt()
     cuda = session.cuda
     test_session.greedy_steps(session, dates, 6)
@@ -148,20 +137,17 @@ def replays(dates: PlacedModel) -> None:
 
 
 def overlap(dates: PlacedModel) -> None:
-    """A step that was begun too early is dropped when the host decides otherwise."""
     for width in (1, 2):
         test_session.test_an_overlapped_step_is_dropped_when_the_host_decides_otherwise(dates, width)
     test_session.test_a_source_that_joins_does_not_get_the_step_of_its_slot(dates)
 
 
 def beams(dates: PlacedModel) -> None:
-    """Beams branch at random while sources join and leave."""
     for form in FORMS:
         test_batch.test_beams_branch_while_sources_join_and_leave(dates, form, 3, 0)
 
 
 def failed_capture(dates: PlacedModel) -> None:
-    """Where a capture fails, decoding goes on without graphs and says so once; the device is as before."""
     graphs = dates.trt()
     for options in ({}, {"num_beams": 3}):
         expected, session = dates.tokens(graphs, **options), dates.trt(kind=dates.place.uncapturable)
@@ -176,7 +162,6 @@ def failed_capture(dates: PlacedModel) -> None:
 
 
 def threads(dates: PlacedModel) -> None:
-    """Two sessions over one set of engines, from eight threads: everybody gets what one alone gets."""
     cuda, config = dates.place.cuda(), EngineConfig(max_batch=32)
     engines, limits = make_engines(dates.graphs, dates.spec, "static", config, cuda, [], dates.place.engine)
     opened = [TrtSession(engines, dates.spec, "static", limits, LIBRARY, cuda) for _ in range(2)]
@@ -187,8 +172,6 @@ def threads(dates: PlacedModel) -> None:
 
 
 def memory(dates: PlacedModel) -> None:
-    """A session holds what it says, and gives it back: the second one leaves no more behind than the first."""
-
     def use() -> None:
         session = dates.trt()
         for options in ({}, {"num_beams": 4}):
@@ -204,7 +187,6 @@ def memory(dates: PlacedModel) -> None:
 
 
 def leftovers(dates: PlacedModel) -> None:
-    """What a batch leaves on the device reaches no later batch, and contexts go when they should."""
     session = dates.trt()
     batch, start = dates.started(session, 2)
     former: Any = batch._replica
@@ -239,7 +221,6 @@ CHECKS: dict[str, Callable[[PlacedModel], None]] = {
 
 @contextmanager
 def warnings_of(name: str) -> Iterator[list[str]]:
-    """Collect what a logger warns of."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -251,7 +232,6 @@ def warnings_of(name: str) -> Iterator[list[str]]:
 
 
 def check_contract(session: Any, model: Any) -> None:
-    """What every backend keeps to, against the full forward pass of PyTorch."""
     contract.test_steps_equal_the_full_forward(session, model, 2, 4)
     contract.test_steps_equal_the_full_forward(session, model, 5, 3)
     for width, order in contract.ORDERS.values():
@@ -270,7 +250,7 @@ def contract_session(place: Place, form: Form, once: Once) -> tuple[Any, Any]:
     return trt_session(graphs, spec, form, cuda=place.cuda(), kind=place.engine), model
 
 
-# The others are proved on ONNX Runtime by the tests of the session.
+# The tests of the session cover the others with ONNX Runtime.
 ON_HOST = ("decodes, static", "decodes, concat", "replays", "a capture that fails", "memory", "former batches")
 
 
@@ -287,7 +267,6 @@ def test_the_contract_on_the_host(form: Form, once: Once) -> None:
 
 
 def engine_double(job: Job) -> None:
-    """All of it on the GPU."""
     bundle = job.bundle("dates")
     for name, check in CHECKS.items():
         with job.check(name):

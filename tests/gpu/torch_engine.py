@@ -23,14 +23,14 @@ from tests.tensorrt.session.trt_double import ExecutionContextAllocationStrategy
 from tfexport.contract import TensorSpec
 from tfexport.tensorrt.cuda import Cuda, Graph
 
-# What the double of CUDA counts, by the function of CUDA that does it.
+# Names of counts by function of CUDA.
 COUNTED = {
     "cudaGraphInstantiate": "capture",
     "cudaGraphLaunch": "launch",
     "cudaStreamSynchronize": "synchronize",
     "cudaEventSynchronize": "wait",
 }
-# What makes something, and what frees it.
+# Functions that create something, and those that free it.
 OWNED = {
     "cudaMalloc": "cudaFree",
     "cudaHostAlloc": "cudaFreeHost",
@@ -57,7 +57,7 @@ class TorchEngine(FakeEngine):
     def run(self, arrays: Mapping[str, Any]) -> None:
         inputs = {name: torch.as_tensor(arrays[name]) for name in self.inputs}
         for name, found in self._graph.run(inputs).items():
-            if found.data_ptr() != arrays[name].data_ptr():  # a cache is written where it lies
+            if found.data_ptr() != arrays[name].data_ptr():  # caches are written in place
                 arrays[name].copy_(found)
 
 
@@ -69,7 +69,6 @@ class GpuContext(FakeContext):
         self._pool = torch.cuda.MemPool()
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        """Queue the engine; like the library, say no where PyTorch or CUDA does."""
         try:
             with torch_stream(stream_handle), torch.cuda.use_mem_pool(self._pool):
                 return super().execute_async_v3(stream_handle)
@@ -95,7 +94,7 @@ class GpuEngine(TorchEngine):
 
 
 class WatchedCuda(Cuda):
-    """The real CUDA, as strict about addresses as its double, and with the same counts."""
+    """The real CUDA with the checks of addresses and the counts of its double."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class WatchedCuda(Cuda):
     def free(self, address: int) -> None:
         with self._lock:
             if self._sizes.pop(address, None) is None:
-                raise MisuseError(f"{address:#x} is freed, which nobody allocated")
+                raise MisuseError(f"{address:#x} is freed, which was not allocated")
             self._views = {place: view for place, view in self._views.items() if self._owner(place[0]) is not None}
         super().free(address)
 
@@ -147,7 +146,7 @@ class WatchedCuda(Cuda):
             return self._views[address, num_bytes]
 
     def enqueue(self, stream: int, work: Callable[[], None]) -> None:
-        """Queue what PyTorch does; its current stream is this one, as `GpuContext` sees to."""
+        """Run work of PyTorch, whose current stream `GpuContext` sets."""
         if torch.cuda.current_stream().cuda_stream != stream:
             raise MisuseError("PyTorch is on another stream")
         work()
@@ -177,17 +176,14 @@ class WatchedCuda(Cuda):
 
 @contextmanager
 def torch_stream(handle: int) -> Iterator[None]:
-    """Let PyTorch queue on a stream, with the matrix library's handle and workspace of this thread and stream.
-
-    They are made here, in the memory that all contexts share: they outlive every context.
-    """
+    """Let PyTorch queue on a stream; create cuBLAS's handle and workspace, which outlive every context."""
     with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
         torch.cuda.current_blas_handle()
         yield
 
 
 def over_memory(address: int, num_bytes: int) -> Tensor:
-    """Return a tensor over device memory that somebody else owns, uint8 [num_bytes]."""
+    """Return a tensor over device memory that it does not own, uint8 [num_bytes]."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cuda")
     interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}

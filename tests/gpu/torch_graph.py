@@ -1,8 +1,4 @@
-"""Run the ONNX graphs of the encoder, the decoders and the reorder on PyTorch.
-
-Shapes, axes and numbers of elements are computed on the host, so that a run neither waits for a GPU nor copies to it
-and can be captured in a CUDA graph.
-"""
+"""Run the ONNX graphs of a model on PyTorch, with shapes on the host, so that a CUDA graph can capture a run."""
 
 from __future__ import annotations
 
@@ -86,7 +82,7 @@ def _reshape(a: Attributes, x: Tensor, shape: Tensor) -> Tensor:
 
 
 def _scatter(a: Attributes, cache: Tensor, update: Tensor, begin: Tensor) -> Tensor:
-    """Write into the cache itself, as engines do, whose cache is input and output."""
+    # Written in place, as engines do.
     places = begin[:, None] + torch.arange(update.shape[2], device=update.device)
     return cache.scatter_(2, places[:, None, :, None].expand(update.shape), update)
 
@@ -183,7 +179,6 @@ class TorchGraph:
 
 
 def _host_values(nodes: Sequence[NodeProto]) -> set[str]:
-    """Return the names of all values that the host computes."""
     host: set[str] = set()
     for node in reversed(nodes):
         host.update(node.input[place] for place in ON_HOST.get(node.op_type, ()) if place < len(node.input))

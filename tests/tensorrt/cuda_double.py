@@ -1,9 +1,7 @@
-"""A GPU without a GPU: `tfexport.tensorrt.cuda.Cuda` on host memory, as strict as the real one is unforgiving.
+"""Replace `tfexport.tensorrt.cuda.Cuda` by host memory, with strict checks.
 
-Device memory begins as NaN. What is queued on a stream runs when somebody waits
-for it, so that whoever reads too early or writes too soon computes nonsense; with
-`prompt=True` it runs at once, so that whoever writes too late does. Addresses are
-checked when they are used, not when they are handed in.
+Device memory begins as NaN. Queued work runs when somebody waits for it, so reading or overwriting too early gives
+wrong values; with `prompt=True` it runs at once, so writing too late does. Addresses are checked when they are used.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Work = Callable[[], None]
 
 
 class MisuseError(AssertionError):
-    """What on a real GPU is undefined: wrong numbers, a fault, or luck."""
+    """Undefined behavior on a real GPU."""
 
 
 @dataclass
@@ -64,16 +62,11 @@ class FakeStream:
 
 
 class CudaDouble:
-    """The methods of `Cuda`, and what tests want to know.
+    """The methods of `Cuda`, and counts of calls by name."""
 
-    Attributes:
-        counts: calls by name, and "download bytes"; and the "copied bytes" within the device, counted as they move.
-        limit: device memory in bytes.
-    """
-
-    def __init__(self, *, prompt: bool = False, limit: int = 1 << 40) -> None:
+    def __init__(self, *, prompt: bool = False) -> None:
         self.counts: Counter[str] = Counter()
-        self.limit = limit
+        self.limit = 1 << 40  # of device memory in bytes
         self._prompt = prompt
         self._handles = itertools.count(1000)
         self._allocations: dict[int, Allocation] = {}
@@ -134,18 +127,10 @@ class CudaDouble:
         self._copy(address, array.ctypes.data, array, stream, to_device=True)
 
     def download(self, array: NDArray[Any], address: int, stream: int) -> None:
-        self.counts["download bytes"] += array.nbytes
         self._copy(address, array.ctypes.data, array, stream, to_device=False)
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        def work() -> None:
-            to, given = (self.view(address, num_bytes, on_device=True) for address in (destination, source))
-            if np.may_share_memory(to, given):
-                raise MisuseError("a copy within the device overlaps itself")
-            self.counts["copied bytes"] += given.nbytes
-            to[:] = given
-
-        self.enqueue(stream, work)
+        self.copy_2d(destination, num_bytes, source, num_bytes, 1, stream)
 
     def copy_2d(self, destination: int, pitch: int, source: int, source_pitch: int, num_rows: int, stream: int) -> None:
         def work() -> None:
@@ -156,7 +141,6 @@ class CudaDouble:
             )
             if np.may_share_memory(to, given):
                 raise MisuseError("a copy within the device overlaps itself")
-            self.counts["copied bytes"] += given.nbytes
             to[:] = given
 
         self.enqueue(stream, work)
@@ -206,7 +190,7 @@ class CudaDouble:
     def record(self, event: int, stream: int) -> None:
         found = self._streams[stream]
         if found.graph is not None:
-            raise MisuseError("an event that the host waits for is recorded in a capture")
+            raise MisuseError("an event is recorded in a capture")
         self._events[event] = (found, found.queued)
 
     def wait(self, event: int) -> None:
@@ -227,7 +211,7 @@ class CudaDouble:
         if found.graph is not None:
             raise MisuseError("a stream is captured twice at once")
         if found.waiting:
-            raise MisuseError("a capture begins while the first run may still be settling things")
+            raise MisuseError("a capture begins while the first run may still be preparing")
         found.graph, self._capturing.stream = graph, stream
         try:
             yield graph
@@ -280,7 +264,7 @@ class CudaDouble:
         with self._lock:
             made = self._allocations.pop(address, None)
         if made is None or made.on_device is not on_device:
-            raise MisuseError(f"{address:#x} is freed, which nobody allocated")
+            raise MisuseError(f"{address:#x} is freed, which was not allocated")
         made.memory[:] = 0xFF
 
     def _refuse_in_capture(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Small graphs for TensorRT: what it takes, what it refuses, and what it takes without a word and computes wrongly."""
+"""Make small graphs that TensorRT builds, refuses, or accepts silently and computes incorrectly."""
 
 from __future__ import annotations
 
@@ -33,13 +33,8 @@ def add(dtype: int = TensorProto.FLOAT, length: int | str = "length") -> bytes:
 def project() -> bytes:
     """y = x · w, with 8 by 8 weights of 0.5 in the graph."""
     node = helper.make_node("MatMul", ["x", "w"], ["y"], name="project")
-    graph = helper.make_graph(
-        [node],
-        "graph",
-        [value("x", ["batch", 8])],
-        [value("y", ["batch", 8])],
-        [helper.make_tensor("w", TensorProto.FLOAT, [8, 8], [0.5] * 64)],
-    )
+    weights = [helper.make_tensor("w", TensorProto.FLOAT, [8, 8], [0.5] * 64)]
+    graph = helper.make_graph([node], "graph", [value("x", ["batch", 8])], [value("y", ["batch", 8])], weights)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10).SerializeToString()
 
 

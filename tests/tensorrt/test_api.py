@@ -1,6 +1,6 @@
-"""Every name of TensorRT that the code uses is in all versions that it runs on, or asked for before it is used.
+"""Every name of TensorRT in the code exists in all supported versions, or `hasattr` is called before its use.
 
-The names come from the binding wheels of those versions: scripts/tensorrt_api records them.
+`scripts/tensorrt_api` records the names from the wheels of these versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RECORD = json.loads((Path(__file__).parent / "data" / "tensorrt_api.json").read_
 VERSIONS = frozenset(RECORD["sources"])
 FILES = sorted((ROOT / "tfexport" / "tensorrt").rglob("*.py"))
 
-# What one question answers for more names than its own: where the first is, the others are too.
+# Versions that have the first name have the others too.
 ANSWERED_BY = {
     "ATTENTION_INPUT": {"IAttentionInputLayer", "attention", "decomposable", "causal"},
     "causal_kind": {"UPPER_LEFT"},
@@ -28,14 +28,14 @@ ANSWERED_BY = {
     "create_runtime_cache": {"set_runtime_cache", "get_runtime_cache", "deserialize"},
     "get_engine_validity": {"EngineValidity", "EngineInvalidityDiagnostics", "VALID", "SUBOPTIMAL", "INVALID"},
 }
-# What there is where the answer is no.
+# Versions that do not have the first name have the others.
 OTHERWISE = {"device_memory_size_v2": {"device_memory_size"}}
-# Names of the API that our own classes have too: reading them is ours, and ours are never set.
+# Attributes that our own classes have too; ours are never set.
 OURS = {"precision"}
 
 
 def having() -> dict[str, frozenset[str]]:
-    """Return, for each name of any class, enum or of the module, the versions that have it somewhere."""
+    """Return the versions that have each name in any class, enum or the module."""
     found: dict[str, frozenset[str]] = {}
     for groups in RECORD["names"].values():
         for versions, names in groups.items():
@@ -48,8 +48,6 @@ HAVING = having()
 
 
 class Use(NamedTuple):
-    """A name of the API in the code."""
-
     name: str
     line: int
 
@@ -68,7 +66,7 @@ def uses(tree: ast.Module) -> set[Use]:
 
 
 def questions(tree: ast.Module) -> set[str]:
-    """Return the names that hasattr, or getattr with a default, asks for."""
+    """Return the names in calls of hasattr, and of getattr with a default."""
     return {
         node.args[1].value
         for node in ast.walk(tree)
@@ -80,8 +78,7 @@ def questions(tree: ast.Module) -> set[str]:
 
 
 def unguarded(trees: list[ast.Module]) -> list[str]:
-    """List each use of a name that a version lacks, in a file where nothing asks for it."""
-    # A capability is asked for in one file and relied on in another: the bridge has the questions.
+    """List each use of a name that a version lacks and that no file checks."""
     asked = set().union(*(questions(tree) for tree in trees))
     answered = asked.union(*({*ANSWERED_BY.get(name, ()), *OTHERWISE.get(name, ())} for name in asked))
     return [
@@ -92,19 +89,15 @@ def unguarded(trees: list[ast.Module]) -> list[str]:
     ]
 
 
-def test_every_name_is_everywhere_or_asked_for() -> None:
+def test_every_name_exists_in_all_versions_or_is_checked() -> None:
     assert not unguarded([ast.parse(path.read_text(encoding="utf-8")) for path in FILES])
 
 
-@pytest.mark.parametrize("question", ANSWERED_BY)
-def test_a_question_answers_for_what_it_is_said_to(question: str) -> None:
-    for name in ANSWERED_BY[question]:
-        assert HAVING[name] >= HAVING[question], f"{question} says nothing of {name}"
-
-
-@pytest.mark.parametrize("question", OTHERWISE)
-def test_where_the_answer_is_no_there_is_something_else(question: str) -> None:
-    assert all(HAVING[name] >= VERSIONS - HAVING[question] for name in OTHERWISE[question])
+def test_one_check_covers_the_names_that_are_listed() -> None:
+    for question, names in ANSWERED_BY.items():
+        assert all(HAVING[name] >= HAVING[question] for name in names), question
+    for question, names in OTHERWISE.items():
+        assert all(HAVING[name] >= VERSIONS - HAVING[question] for name in names), question
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The bridge: which library is taken, what it can do, what it says, and what it must never be asked without a GPU."""
+"""Test which library is chosen, what it supports, its log, and that it is not called without a GPU."""
 
 from __future__ import annotations
 
@@ -11,33 +11,15 @@ from typing import Any
 
 import pytest
 
+from tests.tensorrt.conftest import no_gpu
 from tfexport.errors import BackendError, EngineError
 from tfexport.tensorrt import _library as bridge
-from tfexport.tensorrt._library import (
-    MAX_ERRORS,
-    MAX_MESSAGE,
-    MAX_RECORDS,
-    NAMED,
-    PORTABLE,
-    Library,
-    Log,
-    Logger,
-    installed_targets,
-    load_library,
-    without_noise,
-)
+from tfexport.tensorrt._library import NAMED, PORTABLE, Library, Log, Logger, load_library, without_noise
 from tfexport.tensorrt.config import Target
-from tfexport.tensorrt.cuda import find_gpus
 
 pytest.importorskip("tensorrt_rtx")
 
 NOISE = "[checkMacros.cpp::catchCudaError::250] Error Code 1: Cuda Runtime (cudaError 35: driver version)"
-no_gpu = pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
-
-
-@pytest.fixture(scope="module")
-def rtx() -> Library:
-    return load_library("tensorrt-rtx")
 
 
 def plain_tensorrt(**parts: Any) -> Library:
@@ -49,37 +31,24 @@ def plain_tensorrt(**parts: Any) -> Library:
 def test_the_library_is_loaded_once(rtx: Library) -> None:
     assert load_library("tensorrt-rtx") is load_library() is rtx
     assert rtx.version == rtx.trt.__version__
-    assert "tensorrt-rtx" in installed_targets()
+    assert "tensorrt-rtx" in bridge.installed_targets()
 
 
 def test_a_second_library_in_one_process_is_refused(rtx: Library) -> None:
-    with pytest.raises(BackendError, match=r"^tensorrt: tensorrt-rtx is loaded in this process already.*another proc"):
+    with pytest.raises(BackendError, match=r"^tensorrt: tensorrt-rtx is already loaded, .*another proc"):
         load_library("tensorrt")
 
 
-@pytest.mark.parametrize(
-    ("installed", "has_gpu", "chosen"),
-    [
-        (("tensorrt", "tensorrt-rtx"), True, "tensorrt"),
-        (("tensorrt", "tensorrt-rtx"), False, "tensorrt-rtx"),
-        (("tensorrt-rtx",), True, "tensorrt-rtx"),
-        (("tensorrt-rtx",), False, "tensorrt-rtx"),
-    ],
-)
-def test_tensorrt_is_preferred_where_it_can_run(installed: tuple[Target, ...], has_gpu: bool, chosen: Target) -> None:
-    assert bridge._choose(installed, has_gpu=has_gpu) == chosen
-
-
-@pytest.mark.parametrize(
-    ("installed", "message"),
-    [
-        ((), r"no library is installed; pip install 'tfexport\[trt\]' .*pip install 'tfexport\[rtx\]'"),
-        (("tensorrt",), r"on a GPU only, and there is none here; .*pip install 'tfexport\[rtx\]'"),
-    ],
-)
-def test_without_a_usable_library_the_commands_are_named(installed: tuple[Target, ...], message: str) -> None:
-    with pytest.raises(BackendError, match=message):
-        bridge._choose(installed, has_gpu=False)
+def test_tensorrt_is_preferred_if_it_can_run() -> None:
+    both: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
+    assert bridge._choose(both, has_gpu=True) == "tensorrt"
+    assert bridge._choose(both, has_gpu=False) == "tensorrt-rtx"
+    assert bridge._choose(("tensorrt-rtx",), has_gpu=True) == "tensorrt-rtx"
+    missing = r"no library is installed; pip install 'tfexport\[trt\]' .*pip install 'tfexport\[rtx\]'"
+    with pytest.raises(BackendError, match=missing):
+        bridge._choose((), has_gpu=False)
+    with pytest.raises(BackendError, match=r"and there is none; .*pip install 'tfexport\[rtx\]'"):
+        bridge._choose(("tensorrt",), has_gpu=False)
 
 
 def load_elsewhere(folder: Path, target: str) -> str:
@@ -138,7 +107,7 @@ def test_a_builder_that_cannot_be_made_gives_the_reason(outcome: Any) -> None:
 
     able = SimpleNamespace(IBuilderConfig=SimpleNamespace(num_compute_capabilities=0), Builder=make)
     library = Library("tensorrt-rtx", able, "9.9", logger)
-    with pytest.raises(EngineError, match=r"tensorrt-rtx 9.9: .* cannot be made: out of luck"):
+    with pytest.raises(EngineError, match=r"tensorrt-rtx 9.9: cannot create a make: out of luck"):
         library.builder(library.listen())
 
 
@@ -176,22 +145,16 @@ def test_every_live_log_receives_later_errors(rtx: Library) -> None:
     assert early.problems() == late.problems()
     (problem,) = late.problems()
     assert "Network must have at least one output" in problem
-    late.clear()
+    late.records.clear()
     assert (late.problems(), late.reason()) == ([], "TensorRT gives no reason")
     before = len(rtx.logger._logs)
     del late
     assert len(rtx.logger._logs) == before - 1
 
 
-def errors(*messages: str) -> Log:
-    log = Log()
-    for message in messages:
-        log.take("ERROR", message)
-    return log
-
-
 def test_noise_is_left_out_and_errors_are_one_line_each() -> None:
-    log = errors(f"first\n  part\n{NOISE}", NOISE, "second", "second")
+    log = Log()
+    log.records.extend(("ERROR", message) for message in (f"first\n  part\n{NOISE}", NOISE, "second", "second"))
     assert log.problems() == ["first part", "second"]
     assert log.reason() == "first part; second"
     assert without_noise(f"a\n{NOISE}\nb") == "a b"
@@ -200,9 +163,9 @@ def test_noise_is_left_out_and_errors_are_one_line_each() -> None:
 def test_a_log_is_bounded_and_keeps_the_newest() -> None:
     logger = Logger()
     log = logger.listen()
-    for number in range(MAX_RECORDS + 5):
-        logger.log(SimpleNamespace(name="ERROR"), f"{number} " + "x" * 2 * MAX_MESSAGE)
-    assert len(log.records) == MAX_RECORDS
-    assert len(log.problems()) == MAX_ERRORS
-    assert log.problems()[-1].startswith(f"{MAX_RECORDS + 4} ")
-    assert max(len(message) for _, message in log.records) == MAX_MESSAGE
+    for number in range(bridge.MAX_RECORDS + 5):
+        logger.log(SimpleNamespace(name="ERROR"), f"{number} " + "x" * 2 * bridge.MAX_MESSAGE)
+    assert len(log.records) == bridge.MAX_RECORDS
+    assert len(log.problems()) == bridge.MAX_ERRORS
+    assert log.problems()[-1].startswith(f"{bridge.MAX_RECORDS + 4} ")
+    assert max(len(message) for _, message in log.records) == bridge.MAX_MESSAGE

@@ -49,8 +49,8 @@ class KernelStore:
     def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
         """Create a store in the engine's folder; `plans` has the sha256 of each plan."""
         self._plans = plans
-        self._bound: dict[str, Any] = dict(library_version=library_version, gpu=gpu.name, driver=gpu.driver_version)
-        name = "-".join(self._bound.values())
+        self._key: dict[str, Any] = {"library_version": library_version, "gpu": gpu.name, "driver": gpu.driver_version}
+        name = "-".join(self._key.values())
         self._folder = engine / KERNELS / re.sub("[^A-Za-z0-9.]+", "-", name)
         self._has_warned = False
 
@@ -94,7 +94,7 @@ class KernelStore:
                 (draft / f"{plan}{KERNELS_SUFFIX}").write_bytes(raw)
                 digest = hashlib.sha256(raw).hexdigest()
                 entries[plan] = _Entry(bytes=len(raw), sha256=digest, plan_sha256=self._plans[plan])
-            (draft / KERNELS_INDEX).write_bytes(seal(_Index(**self._bound, plans=entries).to_dict()))
+            (draft / KERNELS_INDEX).write_bytes(seal(_Index(**self._key, plans=entries).to_dict()))
             atomic.publish(draft, self._folder, self._check_own)
 
     def _check_own(self, folder: Path) -> None:
@@ -106,7 +106,7 @@ class KernelStore:
         index = unseal(
             raw, _Index.from_dict, name=KERNELS_INDEX, format_version=_FORMAT_VERSION, remedy="remove the folder"
         )
-        if {name: getattr(index, name) for name in self._bound} != self._bound:
+        if {name: getattr(index, name) for name in self._key} != self._key:
             return {}
         return {plan: entry for plan, entry in index.plans.items() if self._plans.get(plan) == entry.plan_sha256}
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from tfexport._io.extras import install_command
 from tfexport.errors import BackendError, EngineError, first_line
-from tfexport.precision import DType
 from tfexport.tensorrt.config import Target
 from tfexport.tensorrt.cuda import find_gpus, need_gpu
 
@@ -34,42 +33,27 @@ MAX_MESSAGE = 2_000
 _SEVERITIES = ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO")
 # Without a driver, this follows every other error. It is the reason only if it is the only error.
 _NO_DRIVER = "cudaError 35"
-_DTYPES: dict[DType, str] = {
-    "int64": "INT64",
-    "bool": "BOOL",
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-}
+# Names of the contract by those of `DataType`.
+_DTYPES = {"INT64": "int64", "BOOL": "bool", "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
 
 class Log:
-    """Newest messages from INFO up, and errors, of all calls of the library."""
+    """Newest messages from INFO up of all calls of the library."""
 
     def __init__(self) -> None:
         self.records: deque[tuple[str, str]] = deque(maxlen=MAX_RECORDS)  # severity and message
-        self._errors: deque[str] = deque(maxlen=MAX_ERRORS)
-
-    def take(self, severity: str, message: str) -> None:
-        self.records.append((severity, message))
-        if severity.endswith("ERROR"):
-            self._errors.append(message)
 
     def lines(self) -> list[str]:
         return [f"{severity} {line}" for severity, message in list(self.records) for line in message.splitlines()]
 
     def problems(self) -> list[str]:
         """Return each distinct error in one line, without errors about a missing driver."""
-        errors = list(self._errors)
+        errors = [message for severity, message in list(self.records) if severity.endswith("ERROR")][-MAX_ERRORS:]
         found = filter(None, map(without_noise, errors))
         return list(dict.fromkeys(found) or dict.fromkeys(" ".join(error.split()) for error in errors))
 
     def reason(self) -> str:
         return "; ".join(self.problems()) or "TensorRT gives no reason"
-
-    def clear(self) -> None:
-        self.records.clear()
-        self._errors.clear()
 
 
 class Logger:
@@ -95,7 +79,7 @@ class Logger:
             with self._lock:
                 logs = list(self._logs)
             for log in logs:
-                log.take(severity.name, message[:MAX_MESSAGE])
+                log.records.append((severity.name, message[:MAX_MESSAGE]))
 
 
 @dataclass(frozen=True)
@@ -145,7 +129,7 @@ class Library:
 
     def dtype_name(self, dtype: Any) -> str:
         """Return the contract's name of a `DataType`, or the library's if it has none."""
-        return {library: ours for ours, library in _DTYPES.items()}.get(dtype.name, str(dtype.name))
+        return _DTYPES.get(dtype.name, str(dtype.name))
 
     def compute_capabilities(self) -> dict[str, Any]:
         """Return the compute capabilities to build for, such as {"8.6": SM86}.

@@ -50,7 +50,7 @@ class PlanEntry(FileEntry, subject="plan"):
 
 
 class EngineManifest(Config, subject=ENGINE_MANIFEST):
-    """Contents of engine.json; names of flags and types are stable between versions, unlike their numbers."""
+    """Contents of engine.json, with names of flags and types instead of numbers."""
 
     format_version: int
     library_version: Annotated[str, Match(r"\d+(\.\d+)+\S*", "a version such as 10.13.3")]

@@ -200,7 +200,11 @@ class Cuda:
         try:
             yield graph
         except BaseException:
-            self._abandon_capture(stream)
+            # The stream is unusable until a failed capture ends.
+            _, *made = self._runtime.cudaStreamEndCapture(stream)
+            if made and made[0] and int(made[0]):
+                self._runtime.cudaGraphDestroy(made[0])
+            self._runtime.cudaGetLastError()  # otherwise the next call returns this error
             raise
         try:
             made = self._call("cudaStreamEndCapture", stream, doing="capturing a CUDA graph")
@@ -211,13 +215,6 @@ class Cuda:
         except BackendError:
             self._runtime.cudaGetLastError()
             raise
-
-    def _abandon_capture(self, stream: int) -> None:
-        # The stream is unusable until a failed capture ends.
-        _, *made = self._runtime.cudaStreamEndCapture(stream)
-        if made and made[0] and int(made[0]):
-            self._runtime.cudaGraphDestroy(made[0])
-        self._runtime.cudaGetLastError()  # otherwise the next call returns this error
 
     def launch(self, graph: Graph, stream: int) -> None:
         """Queue a captured graph."""
@@ -234,11 +231,8 @@ class Cuda:
 
     def _call(self, name: str, *arguments: Any, doing: str = "") -> Any:
         code, *values = getattr(self._runtime, name)(*arguments)
-        if code.value:
-            raise BackendError(self._failure(name, code, doing))
-        return values[0] if values else None
-
-    def _failure(self, name: str, code: Any, doing: str) -> str:
+        if not code.value:
+            return values[0] if values else None
         text = self._runtime.cudaGetErrorString(code)[1].decode(errors="replace")
         remedy = "restart the process; if it happens again, run it with CUDA_LAUNCH_BLOCKING=1 to see where"
         if code.name == "cudaErrorMemoryAllocation":
@@ -246,4 +240,4 @@ class Cuda:
         if code.name == "cudaErrorInsufficientDriver":
             remedy = _newer_driver(self._runtime.CUDART_VERSION // 1000)
         where = f" while {doing}" if doing else ""
-        return f"cuda: {name} failed with {code.name} ({text}){where}; {remedy}"
+        raise BackendError(f"cuda: {name} failed with {code.name} ({text}){where}; {remedy}")

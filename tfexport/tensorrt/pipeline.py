@@ -19,7 +19,7 @@ from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.bundle.manifest import ENGINES
-from tfexport.contract import ENCODER, REORDER, ModelSpec
+from tfexport.contract import REORDER, ModelSpec
 from tfexport.export.describe import weight_bytes
 from tfexport.export.memory import activation_bytes
 from tfexport.precision import FLOAT
@@ -28,20 +28,9 @@ from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.build.builder import build_engine, builder_flags
 from tfexport.tensorrt.build.network import Graph, check_contract, parse_graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resolve
-from tfexport.tensorrt.config import (
-    PREFILL,
-    STEP,
-    EngineConfig,
-    EngineLimits,
-    Profile,
-    cache_aliases,
-    engine_key,
-    plan_contract,
-)
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, cache_aliases, engine_key, plan_contract
 from tfexport.tensorrt.cuda import find_gpus
 from tfexport.tensorrt.store import StoredEngine, add_engine
-
-_BOUNDS = ("min", "opt", "max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +38,7 @@ class Estimate:
     """Resolved options of a build, and the device memory that its engines need.
 
     `memory` is in bytes at the largest shapes: the weights of all plans, the caches of one batch with beams, the
-    activations of the encoder or a step, and the activations that the first prefill adds. Activations are computed node
-    by node; the build log contains the library's own number.
+    activations of the encoder or a step, and those that the first prefill adds. They are computed node by node.
     """
 
     name: str
@@ -73,8 +61,12 @@ class Estimate:
             f"would build {self.name} with {config.target} {self.library_version}: {kind}",
             f"  for    {', '.join(config.compute_capabilities) or 'the local GPU'}",
             f"  flags  {', '.join(self.flags)}",
-            *("", "Limits", *(f"  {name:<18} {_spell(value)}" for name, value in asdict(self.limits).items())),
+            "",
+            "Limits",
         ]
+        for name, limit in asdict(self.limits).items():
+            spelled = limit if isinstance(limit, int) else ", ".join(map(str, limit)) or "none"
+            lines.append(f"  {name:<18} {spelled}")
         for plan, profiles in self.profiles.items():
             kinds = (", step", ", prefill") if len(profiles) > 1 else ("",)
             for of_profile, profile in zip(kinds, profiles, strict=True):
@@ -149,13 +141,12 @@ def estimate_engines(
     limits = resolved.profiles.limits
     with tempfile.TemporaryDirectory() as scratch:
         graphs = prepare_graphs(resolved, Path(scratch), report)
-        computing = [graph for graph in graphs if graph.name != REORDER]  # the reorder has no activations
-        decoders = [graph for graph in computing if graph.name != ENCODER]
+        activations = [_activations(resolved, graph) for graph in graphs if graph.name != REORDER]
         memory = {
             "weights": sum(weight_bytes(graph.data) for graph in graphs),
             "caches": cache_bytes(resolved.spec, limits),
-            "activations": max(_activations(resolved, graph, STEP) for graph in computing),
-            "prefill": max((_activations(resolved, graph, PREFILL) for graph in decoders), default=0),
+            "activations": max(first for first, *_ in activations),
+            "prefill": max((prefill for _, *more in activations for prefill in more), default=0),
         }
     return Estimate(
         name=engine_key(resolved.config),
@@ -197,7 +188,7 @@ def _build(
     resolved: ResolvedBuild, graph: Graph, on_progress: Callable[[float], None], folder: Path
 ) -> tuple[PlanEntry, list[str]]:
     profiles = resolved.profiles.engines[graph.name]
-    contract = plan_contract(graph.name, resolved.spec, resolved.form)
+    contract = plan_contract(graph.name, resolved.spec, resolved.config.form)
     with interrupts_held() as check:
 
         def on_part(part: float) -> None:
@@ -206,29 +197,28 @@ def _build(
 
         network = parse_graph(resolved.library, graph)
         check_contract(network, contract)
-        engine = build_engine(network, profiles, resolved.options, on_part)
+        data = build_engine(network, profiles, resolved.options, on_part)
     on_progress(1.0)
     path = folder / f"{graph.name}.plan"
-    path.write_bytes(engine.data)
+    path.write_bytes(data)
     entry = PlanEntry(
         file=path.name,
-        bytes=len(engine.data),
-        sha256=hashlib.sha256(engine.data).hexdigest(),
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
         inputs=contract.inputs,
         outputs=contract.outputs,
-        aliases=cache_aliases(graph.name, resolved.spec, resolved.form),
+        aliases=cache_aliases(graph.name, resolved.spec, resolved.config.form),
         profiles=profiles,
-        layers=engine.layers,
+        layers=network.layers,
     )
-    return entry, engine.log
+    return entry, network.log.lines()
 
 
 def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEntry) -> EngineManifest:
     gpu = resolved.gpu
     tools = ["tfexport", "onnx", *(["torch"] if resolved.is_exported_again else [])]
-    of_gpu = (gpu.name, gpu.compute_capability, gpu.driver_version) if gpu else ()
-    fields = dict(zip(("gpu", "compute_capability", "driver"), of_gpu, strict=False))
-    machine = BuildMachine(system=platform.system(), architecture=platform.machine(), **fields)
+    facts = {"gpu": gpu.name, "compute_capability": gpu.compute_capability, "driver": gpu.driver_version} if gpu else {}
+    machine = BuildMachine(system=platform.system(), architecture=platform.machine(), **facts)
     return EngineManifest(
         format_version=ENGINE_FORMAT_VERSION,
         library_version=resolved.library.version,
@@ -243,27 +233,22 @@ def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEnt
     )
 
 
-def _activations(resolved: ResolvedBuild, graph: Graph, index: int) -> int:
-    profile = resolved.profiles.engines[graph.name][index]
-    sizes = {
-        dim: size
-        for tensor in plan_contract(graph.name, resolved.spec, resolved.form).inputs
-        for dim, size in zip(tensor.shape, profile[tensor.name].max, strict=True)
-        if isinstance(dim, str)
-    }
-    return activation_bytes(graph.path, sizes)
-
-
-def _spell(limit: int | tuple[int, ...]) -> str:
-    return str(limit) if isinstance(limit, int) else ", ".join(map(str, limit)) or "none"
+def _activations(resolved: ResolvedBuild, graph: Graph) -> list[int]:
+    # By profile: the only one or the step, and the prefill.
+    inputs = plan_contract(graph.name, resolved.spec, resolved.config.form).inputs
+    found = []
+    for profile in resolved.profiles.engines[graph.name]:
+        dims = [pair for tensor in inputs for pair in zip(tensor.shape, profile[tensor.name].max, strict=True)]
+        found.append(activation_bytes(graph.path, {dim: size for dim, size in dims if isinstance(dim, str)}))
+    return found
 
 
 def _ranges(profile: Profile) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [("", *_BOUNDS)]
+    rows: list[tuple[str, ...]] = [("", "min", "opt", "max")]
     for name, shape in profile.items():
         stem, _, layer = name.partition(".")  # all layers share a line
         if layer in ("", "0"):
-            spelled = ("x".join(map(str, getattr(shape, bound))) for bound in _BOUNDS)
+            spelled = ("x".join(map(str, sizes)) for sizes in (shape.min, shape.opt, shape.max))
             rows.append((f"{stem}.*" if layer else stem, *spelled))
     width = max(len(row[0]) for row in rows)
     for name, *shapes in rows:

@@ -48,9 +48,10 @@ class StoredEngine:
     def read_plan(self, name: str) -> bytes:
         """Read a plan; raise `EngineError` if its sha256 differs."""
         plan = self.manifest.plans[name]
+        file = self.path / plan.file
         try:
-            with open(self.path / plan.file, "rb", opener=_open_plain) as file:
-                raw = file.read(plan.bytes + 1)
+            with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as stream:
+                raw = stream.read(plan.bytes + 1)
         except OSError as error:
             raise _unreadable(self.path, error) from error
         if len(raw) != plan.bytes or hashlib.sha256(raw).hexdigest() != plan.sha256:
@@ -173,7 +174,7 @@ def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None =
 
 
 def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
-    """Explain a result of `get_engine_validity`; return None if the plan can be loaded."""
+    """Explain a result of `get_engine_validity`; None if the plan can be loaded."""
     if validity != trt.EngineValidity.INVALID:
         return None
     members = trt.EngineInvalidityDiagnostics.__members__
@@ -216,7 +217,7 @@ def _check_replaceable(folder: Path, target: Path, force: bool) -> None:
 
 def _deserialize(runtime: Any, library: Library, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
     raw = stored.read_plan(plan)
-    log.clear()
+    log.records.clear()
     reason = None
     if hasattr(runtime, "get_engine_validity"):
         reason = validity_problem(library.trt, *runtime.get_engine_validity(raw))
@@ -232,7 +233,3 @@ def _deserialize(runtime: Any, library: Library, log: Log, stored: StoredEngine,
 def _unreadable(path: Path, error: OSError) -> EngineError:
     file = f"{Path(os.fsdecode(error.filename)).name} " if error.filename else ""
     return EngineError(f"engine {path}: {file}cannot be read ({error.strerror}); check its permissions")
-
-
-def _open_plain(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)

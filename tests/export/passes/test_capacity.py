@@ -127,5 +127,5 @@ def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, w
     library = load_library("tensorrt-rtx")
     network = parse_graph(library, Graph(path.stem, raw, path))
     plan = build_engine(network, profiles.engines[path.stem], resolve_options(library, settings, None))
-    fused = sum(number for name, number in kernels(plan.data).items() if re.match("_gem[mv]_mha", name))
+    fused = sum(number for name, number in kernels(plan).items() if re.match("_gem[mv]_mha", name))
     assert fused == 2 * 2 * LAYERS, "self and cross, step and prefill"

@@ -254,7 +254,7 @@ def plan_size(directory: Path, name: str, spec: ModelSpec) -> int:
     raw = fix_capacity(path, profiles.limits.max_target_length) if form == "static" else path.read_bytes()
     library = load_library("tensorrt-rtx")
     network = parse_graph(library, Graph(name, raw, path))
-    return len(build_engine(network, profiles.engines[name], resolve_options(library, settings, None)).data)
+    return len(build_engine(network, profiles.engines[name], resolve_options(library, settings, None)))
 
 
 @pytest.fixture(scope="module")

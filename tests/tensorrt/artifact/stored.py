@@ -1,4 +1,4 @@
-"""A small bundle with an engine of made-up plans: all that can be known of an engine without a library."""
+"""Make a small bundle with an engine whose plans are fake."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.bundle.made import make
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import ModelSpec, decoder_graph, encoder_graph, reorder_spec
+from tfexport.contract import ModelSpec
 from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.compatibility import Machine
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, cache_aliases, engine_key
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, cache_aliases, engine_key, plan_contract
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.store import add_engine
 
@@ -44,18 +44,14 @@ MACHINE = Machine(
 
 
 def entry(name: str, spec: ModelSpec, data: bytes) -> PlanEntry:
-    contract = {
-        "encoder": encoder_graph(spec),
-        "decoder_static": decoder_graph(spec, "static"),
-        "reorder": reorder_spec(spec.precision),
-    }[name]
+    contract = plan_contract(name, spec, "static")
     return PlanEntry(
         file=f"{name}.plan",
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
         inputs=contract.inputs,
         outputs=contract.outputs,
-        aliases=cache_aliases(spec) if name == "decoder_static" else {},
+        aliases=cache_aliases(name, spec, "static"),
         profiles=make_profiles(spec, "static", RTX).engines[name],
         layers={"MATRIX_MULTIPLY": 3},
     )
@@ -113,4 +109,11 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
-__all__ = ["L4", "MACHINE", "PLANS", "RTX", "TENSORRT", "edit", "entry", "make", "manifest", "store"]
+def flip(path: Path) -> None:
+    """Change one bit of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+__all__ = ["L4", "MACHINE", "PLANS", "RTX", "TENSORRT", "edit", "entry", "flip", "make", "manifest", "store"]

@@ -1,8 +1,7 @@
-"""Kernels kept beside an engine: read where everything fits, compiled again otherwise, never an error."""
+"""Stored kernels are read if everything fits and compiled again otherwise, never an error."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tensorrt.artifact.stored import L4
+from tests.tensorrt.artifact.stored import L4, flip
 from tfexport._io import atomic
 from tfexport.tensorrt import _kernels as kernels
 from tfexport.tensorrt._kernels import KernelStore
@@ -28,7 +27,7 @@ def store(engine: Path, version: str = "1.7.1.116", gpu: str = L4.name, driver: 
     return KernelStore(engine, SUMS, version, replace(L4, name=gpu, driver_version=driver))
 
 
-def kept(found: KernelStore) -> dict[str, bytes | None]:
+def read_all(found: KernelStore) -> dict[str, bytes | None]:
     return {plan: found.read(plan) for plan in SUMS}
 
 
@@ -41,21 +40,20 @@ def engine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_another_process_reads_what_was_kept(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert kept(store(engine)) == COMPILED
+def test_another_process_reads_stored_kernels(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_all(store(engine)) == COMPILED
     assert sorted(path.name for path in (engine / "kernels").iterdir()) == [HERE]
-    assert sorted(path.name for path in (engine / "kernels" / HERE).iterdir()) == [
-        "decoder_static.kernels", "encoder.kernels", "kernels.json",
-    ]  # fmt: skip
+    files = sorted(path.name for path in (engine / "kernels" / HERE).iterdir())
+    assert files == ["decoder_static.kernels", "encoder.kernels", "kernels.json"]
     assert not caplog.records
 
 
 def test_kernels_of_other_plans_stay(engine: Path) -> None:
     store(engine).write({"encoder": b"more"})
-    assert kept(store(engine)) == {**COMPILED, "encoder": b"more"}
+    assert read_all(store(engine)) == {**COMPILED, "encoder": b"more"}
 
 
-def test_what_is_there_already_is_not_written_again(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_kernels_are_not_written_again(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "publish", lambda *_: pytest.fail("written again"))
     store(engine).write(COMPILED)
     store(engine).write({"encoder": COMPILED["encoder"]})
@@ -64,39 +62,31 @@ def test_what_is_there_already_is_not_written_again(engine: Path, monkeypatch: p
 @pytest.mark.parametrize("other", [{"version": "1.8.0.1"}, {"gpu": "NVIDIA L40"}, {"driver": "13.1"}])
 def test_another_gpu_driver_or_library_has_kernels_of_its_own(engine: Path, other: dict[str, str]) -> None:
     theirs = store(engine, **other)
-    assert kept(theirs) == NOTHING
+    assert read_all(theirs) == NOTHING
     theirs.write({"encoder": b"theirs"})
     assert theirs.read("encoder") == b"theirs"
-    assert kept(store(engine)) == COMPILED
+    assert read_all(store(engine)) == COMPILED
 
 
 @pytest.mark.parametrize("other", [{"version": "1.8.0.1"}, {"gpu": "NVIDIA-L4"}, {"driver": "13.1"}])
-def test_a_name_is_not_believed(engine: Path, other: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    """A folder that was renamed, or a GPU whose name is spelled alike."""
+def test_a_folder_name_is_not_trusted(engine: Path, other: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """The folder was renamed, or the name of another GPU gives the same one."""
     theirs = store(engine, **other)
     os.replace(engine / "kernels" / HERE, theirs._folder)
-    assert kept(theirs) == NOTHING
-    assert not caplog.records, "they are whole, and another's"
+    assert read_all(theirs) == NOTHING
+    assert not caplog.records, "they are complete, but of another machine"
 
 
 def test_kernels_of_an_older_plan_are_dropped(engine: Path) -> None:
     rebuilt = KernelStore(engine, {**SUMS, "encoder": "3" * 64}, "1.7.1.116", L4)
-    assert kept(rebuilt) == {**COMPILED, "encoder": None}
+    assert read_all(rebuilt) == {**COMPILED, "encoder": None}
     rebuilt.write({"encoder": b"new"})
-    assert kept(rebuilt) == {**COMPILED, "encoder": b"new"}
-    assert kept(store(engine)) == {**COMPILED, "encoder": None}
+    assert read_all(rebuilt) == {**COMPILED, "encoder": b"new"}
+    assert read_all(store(engine)) == {**COMPILED, "encoder": None}
 
 
-def edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
-
-
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(bytes(raw))
+def replace_bytes(path: Path, old: bytes, new: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(old, new))
 
 
 def replaced(path: Path, make: Callable[[Path], object]) -> None:
@@ -115,12 +105,12 @@ DECODER, INDEX = "decoder_static.kernels", "kernels.json"
         (lambda f: replaced(f / DECODER, lambda path: path.symlink_to("moved")), "symbolic links"),
         (lambda f: replaced(f / DECODER, os.mkfifo), "is neither a file nor a directory, expected a plain file"),
         (lambda f: os.truncate(f / INDEX, 40), "kernels.json is not JSON"),
-        (lambda f: edit(f / INDEX, lambda data: data.update(driver="13.1")), "kernels.json was changed"),
+        (lambda f: replace_bytes(f / INDEX, b'"13.0"', b'"13.1"'), "kernels.json was changed"),
         (lambda f: os.truncate(f / INDEX, 5 << 20), "kernels.json has 5242880 bytes, expected at most 4194304"),
         (lambda f: replaced(f, lambda path: path.symlink_to("moved")), "ot a directory"),
     ],
 )
-def test_damage_is_said_once_and_compiled_again(
+def test_damage_is_reported_once_and_kernels_are_compiled_again(
     engine: Path, damage: Callable[[Path], object], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(engine / "kernels" / HERE)
@@ -134,24 +124,24 @@ def test_damage_is_said_once_and_compiled_again(
 
 
 @pytest.mark.parametrize("name", [DECODER, INDEX])
-def test_what_was_damaged_is_replaced(engine: Path, name: str) -> None:
+def test_damaged_kernels_are_replaced(engine: Path, name: str) -> None:
     flip(engine / "kernels" / HERE / name)
     store(engine).write(COMPILED)
-    assert kept(store(engine)) == COMPILED
+    assert read_all(store(engine)) == COMPILED
 
 
-def test_what_would_fill_the_memory_is_neither_read_nor_kept(
+def test_huge_kernels_are_neither_read_nor_stored(
     engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "MAX_BYTES", 100)
-    assert kept(store(engine)) == {**COMPILED, "decoder_static": None}
+    assert read_all(store(engine)) == {**COMPILED, "decoder_static": None}
     assert "decoder_static.kernels has 25344 bytes, the limit is 100" in caplog.text
     store(engine).write({"encoder": b"short", "decoder_static": b"x" * 101})
-    assert kept(store(engine)) == {"encoder": b"short", "decoder_static": None}
+    assert read_all(store(engine)) == {"encoder": b"short", "decoder_static": None}
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A plain file where the folder belongs: root, who runs the tests in CI, may write everywhere."""
+def test_kernels_are_not_stored_in_a_read_only_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A plain file has the name of the folder, because root may write everywhere."""
     (tmp_path / "kernels").write_text("in the way")
     with caplog.at_level(logging.DEBUG):
         store(tmp_path).write(COMPILED)
@@ -164,17 +154,17 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, caplog: p
 def test_one_writes_at_a_time(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
     with atomic.locked(engine / "kernels" / HERE), caplog.at_level(logging.DEBUG):
         store(engine).write({"encoder": b"more"})
-    assert kept(store(engine)) == COMPILED
+    assert read_all(store(engine)) == COMPILED
     assert "is being written by another process" in caplog.text
 
 
-def test_what_a_killed_writer_left_is_put_back(engine: Path) -> None:
+def test_kernels_are_restored_after_a_killed_writer(engine: Path) -> None:
     folder = engine / "kernels" / HERE
     folder.rename(folder.with_name(f".{HERE}.old-{'0' * 16}"))
     folder.with_name(f".{HERE}.tmp-{'0' * 16}").mkdir()
-    assert kept(store(engine)) == NOTHING
+    assert read_all(store(engine)) == NOTHING
     store(engine).write({"encoder": b"more"})
-    assert kept(store(engine)) == {**COMPILED, "encoder": b"more"}
+    assert read_all(store(engine)) == {**COMPILED, "encoder": b"more"}
     assert [path.name for path in folder.parent.iterdir()] == [HERE]
 
 
@@ -201,5 +191,5 @@ def test_processes_that_write_at_once_leave_whole_kernels(engine: Path, caplog: 
     assert [writer.returncode for writer in writers] == [0, 0]
     assert not caplog.records, "a folder that is being replaced is not damaged"
     assert len(seen) > 2
-    newest = kept(found)
+    newest = read_all(found)
     assert {raw.split(b" ", 1)[0].decode(): True for raw in newest.values() if raw} == dict.fromkeys(SUMS, True)

@@ -9,31 +9,23 @@ from typing import Any
 import pytest
 
 from tests.tensorrt.artifact.stored import L4
+from tests.tensorrt.conftest import no_gpu
 from tests.tensorrt.engine_graphs import add, attention, cache_update, kernels, project
 from tfexport.errors import EngineError
-from tfexport.tensorrt._library import Library, load_library
-from tfexport.tensorrt.build.builder import Monitor, SerializedEngine, build_engine, resolve_options
+from tfexport.tensorrt._library import Library
+from tfexport.tensorrt.build.builder import Monitor, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
 from tfexport.tensorrt.config import EngineConfig, Profile, ShapeRange
-from tfexport.tensorrt.cuda import find_gpus
-
-pytest.importorskip("tensorrt_rtx")
 
 GRAPH = Path("graph.onnx")
 ADD: Profile = {"x": ShapeRange((2, 1), (2, 4), (2, 9))}
-no_gpu = pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
-
-
-@pytest.fixture(scope="module")
-def rtx() -> Library:
-    return load_library("tensorrt-rtx")
 
 
 def parse(rtx: Library, graph: bytes, path: Path = GRAPH) -> Network:
     return parse_graph(rtx, Graph("toy", graph, path))
 
 
-def build(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> SerializedEngine:
+def build(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> bytes:
     options = resolve_options(rtx, EngineConfig(**settings), None)
     return build_engine(parse(rtx, graph), profiles, options)
 
@@ -46,44 +38,37 @@ def refusal(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> 
 
 @no_gpu
 def test_a_build_for_the_gpu_at_hand_reaches_the_library(rtx: Library) -> None:
-    """Nobody else knows whether it takes a GPU that its enum does not name; without one it asks the driver."""
     hopper = resolve_options(rtx, EngineConfig(), replace(L4, compute_capability="9.0"))
     with pytest.raises(EngineError, match=r"the engine cannot be built: .*cudaError 35"):
         build_engine(parse(rtx, add()), (ADD,), hopper)
 
 
 def profile_of(rtx: Library, graph: bytes, *, queries: int = 5) -> Profile:
-    """Give every input of a toy graph a range that fits; free sizes are 8 to 20, those of queries one number."""
-    network = parse(rtx, graph)
-
-    def size(name: str, axis: int, free: int, given: int) -> int:
-        if given >= 0:
-            return given
-        return queries if (name, axis) in (("q", 2), ("mask", 2)) else free
+    """Return a profile; free sizes are 8 to 20, except the number of queries."""
 
     def shape(tensor: Any, free: int) -> tuple[int, ...]:
-        return tuple(size(tensor.name, axis, free, given) for axis, given in enumerate(tensor.shape))
+        sizes = [queries if (tensor.name, axis) in (("q", 2), ("mask", 2)) else free for axis in range(4)]
+        return tuple(known if known >= 0 else size for known, size in zip(tensor.shape, sizes, strict=False))
 
-    return {t.name: ShapeRange(shape(t, 8), shape(t, 8), shape(t, 20)) for t in network.inputs}
+    return {t.name: ShapeRange(shape(t, 8), shape(t, 8), shape(t, 20)) for t in parse(rtx, graph).inputs}
 
 
-def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Library) -> None:
+def test_a_build_has_progress_layers_and_a_log(rtx: Library) -> None:
     parts: list[float] = []
     network = parse(rtx, add())
     plan = build_engine(network, [ADD], resolve_options(rtx, EngineConfig(), None), parts.append)
-    assert plan.name == "toy"
-    assert len(plan.data) > 1000
-    assert [(t.name, t.dtype, t.shape) for t in network.inputs] == [("x", "float32", (2, -1))]
+    assert len(plan) > 1000
+    assert [(t.name, tuple(t.shape)) for t in network.inputs] == [("x", (2, -1))]
     assert [t.name for t in network.outputs] == ["y"]
-    assert plan.layers == {"ELEMENTWISE": 1}
-    assert any("Engine generation completed" in line for line in plan.log)
-    assert not any("cudaError" in line for line in plan.log)
+    assert network.layers == {"ELEMENTWISE": 1}
+    assert any("Engine generation completed" in line for line in network.log.lines())
+    assert not any("cudaError" in line for line in network.log.lines())
     assert parts == sorted(parts)
     assert (parts[0], parts[-1]) == (0, 1)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the display is gone")])
-def test_what_the_display_raises_cancels_the_build(rtx: Library, error: BaseException) -> None:
+def test_an_error_of_on_progress_cancels_the_build(rtx: Library, error: BaseException) -> None:
     calls = []
 
     def on_progress(part: float) -> None:
@@ -98,7 +83,8 @@ def test_what_the_display_raises_cancels_the_build(rtx: Library, error: BaseExce
 def test_attention_in_float32_builds(rtx: Library) -> None:
     """Unless it is marked as decomposable, the library refuses it."""
     graph = attention()
-    assert build(rtx, graph, profile_of(rtx, graph)).layers["ATTENTION_INPUT"] == 1
+    assert parse(rtx, graph).layers["ATTENTION_INPUT"] == 1
+    assert build(rtx, graph, profile_of(rtx, graph))
 
 
 def test_a_profile_that_the_library_refuses_is_named(rtx: Library) -> None:
@@ -108,16 +94,16 @@ def test_a_profile_that_the_library_refuses_is_named(rtx: Library) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_the_mark_does_not_keep_attention_from_being_fused(rtx: Library, precision: str) -> None:
+def test_decomposable_attention_is_still_fused(rtx: Library, precision: str) -> None:
     graph = attention(precision, width=32)
     plan = build(rtx, graph, profile_of(rtx, graph))
-    if not kernels(plan.data):
+    if not kernels(plan):
         pytest.skip("this version does not show its kernels")
-    assert any("mha" in kernel for kernel in kernels(plan.data))
+    assert any("mha" in kernel for kernel in kernels(plan))
 
 
 def test_a_graph_that_parses_and_does_not_build_gives_the_reason(rtx: Library) -> None:
-    """The result of an update must be an output itself; the parser does not look."""
+    """The result of an update must be an output; the parser does not check this."""
     graph = cache_update(through="Neg")
     message = refusal(rtx, graph, profile_of(rtx, graph))
     assert message.startswith(f"tensorrt-rtx {rtx.version}: toy: the engine cannot be built: ")
@@ -127,12 +113,9 @@ def test_a_graph_that_parses_and_does_not_build_gives_the_reason(rtx: Library) -
 
 def test_too_little_workspace_gives_the_reason(rtx: Library) -> None:
     profile = {"x": ShapeRange((1, 8), (4096, 8), (65536, 8))}
-    assert build(rtx, project(), profile, workspace_mib=512).data
+    assert build(rtx, project(), profile, workspace_mib=512)
     graph = attention(width=64)
     assert "workspace" in refusal(rtx, graph, profile_of(rtx, graph, queries=4000), workspace_mib=1)
-
-
-# Progress.
 
 
 def test_nested_phases_become_one_number_that_never_falls() -> None:

@@ -1,7 +1,6 @@
-"""The trained model and every preset build with TensorRT-RTX: both forms, three precisions, attention fused.
+"""The trained model and every preset build with TensorRT-RTX in both variants and three precisions.
 
-By default each preset is built one layer deep, in fp16 and with a small vocabulary: what is fused shows in one layer.
-`scripts/verify_engines` builds them whole too, and shows a row for each.
+By default each preset has one layer, fp16 and a small vocabulary; `scripts/verify_engines` builds them whole too.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -28,22 +28,20 @@ from tfexport.nn.directory import save_model
 from tfexport.nn.presets import PRESETS, preset
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import Precision
-from tfexport.tensorrt._library import Library, load_library
+from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import make_profiles
-from tfexport.tensorrt.build.builder import SerializedEngine, build_engine, resolve_options
-from tfexport.tensorrt.build.network import Graph, parse_graph
+from tfexport.tensorrt.build.builder import build_engine, resolve_options
+from tfexport.tensorrt.build.network import Graph, Network, parse_graph
 from tfexport.tensorrt.config import EngineConfig, decoder_plans, default_capacities
-
-pytest.importorskip("tensorrt_rtx")
 
 MIB = 1024 * 1024
 SETTINGS = EngineConfig(max_batch=8)
 PRECISIONS = ("fp32", "fp16", "bf16")
 
 
-@pytest.fixture(scope="module")
-def rtx() -> Library:
-    return load_library("tensorrt-rtx")
+class Plan(NamedTuple):
+    data: bytes
+    network: Network
 
 
 def shallow(config: TransformerConfig, layers: int = 1) -> TransformerConfig:
@@ -77,11 +75,11 @@ def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.Fix
     shutil.rmtree(tmp_path / "bundle")
 
 
-def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, SerializedEngine]) -> None:
-    """Build every engine of one form that is not there yet, as `tfexport trt` does, and print a row for each."""
+def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> None:
+    """Build the missing engines of one variant, as `tfexport trt` does, and print a row for each."""
     spec = bundle.manifest.spec
     profiles = make_profiles(spec, form, SETTINGS)
-    decoders = decoder_plans(form, profiles.limits) if spec.has_decoder else {}
+    decoders = decoder_plans(form if spec.has_decoder else None, profiles.limits)
     for name, wanted in profiles.engines.items():
         if name in plans:
             continue
@@ -94,25 +92,25 @@ def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, SerializedE
             graph = path.read_bytes()
         start = time.perf_counter()
         network = parse_graph(rtx, Graph(name, graph, path))
-        plan = build_engine(network, wanted, resolve_options(rtx, SETTINGS, None))
+        plan = Plan(build_engine(network, wanted, resolve_options(rtx, SETTINGS, None)), network)
         print(
-            f"\n{spec.precision:5}{name:16}{sum(plan.layers.values()):6} layers"
-            f"{plan.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"
+            f"\n{spec.precision:5}{name:16}{sum(network.layers.values()):6} layers"
+            f"{network.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"
             f"{len(plan.data) / MIB:8.1f} MiB{time.perf_counter() - start:7.1f} s",
             end="",
         )
         plans[name] = plan
 
 
-def fused(plan: SerializedEngine) -> int:
+def fused(plan: Plan) -> int:
     """Count kernels of fused attention in all profiles of a plan."""
     return sum(count for name, count in kernels(plan.data).items() if "mha" in name)
 
 
-def check_decoder(plan: SerializedEngine, bundle: Bundle, form: Form) -> None:
+def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
     spec = bundle.manifest.spec
-    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
-    assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
+    assert plan.network.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
+    assert plan.network.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
     if spec.precision != "fp32" and kernels(plan.data):
         # Self-attention and cross-attention of every layer, in the step and in the prefill.
         assert fused(plan) == 2 * 2 * spec.layers
@@ -141,14 +139,14 @@ def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: s
     assert config is not None
     assert spec.precision == precision
     print(f"\n{model}, weights of {(bundle.path / 'weights.safetensors').stat().st_size / MIB:.1f} MiB", end="")
-    plans: dict[str, SerializedEngine] = {}
+    plans: dict[str, Plan] = {}
     for form in ("static", "concat"):
         build(rtx, bundle, form, plans)
     if precision != "fp32" and kernels(plans[ENCODER].data):
         assert fused(plans[ENCODER]) == config.encoder.layers
-    assert "KV_CACHE_UPDATE" not in plans[ENCODER].layers
+    assert "KV_CACHE_UPDATE" not in plans[ENCODER].network.layers
     if spec.has_decoder:
-        assert plans[REORDER].layers["GATHER"] == 1
+        assert plans[REORDER].network.layers["GATHER"] == 1
         check_decoder(plans.pop(DECODER["concat"]), bundle, "concat")
         decoders = [plan for name, plan in plans.items() if name not in (ENCODER, REORDER)]
         assert len(decoders) == len(default_capacities(spec.max_target_length))
@@ -159,14 +157,14 @@ def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: s
 
 
 def test_a_prefill_of_the_concat_form_is_fused_in_every_layer(rtx: Library, tmp_path: Path) -> None:
-    """Were its profile to begin at one token, one of three layers would not be, and take 1.1 GB (1.7.1)."""
+    """If its profile began at one token, one of three layers would need 1.1 GB (1.7.1)."""
     config = dataclasses.replace(shallow(preset("paper-base"), 3), max_source_length=32, max_target_length=32)
     save_model(Transformer(config), tmp_path / "model")
     export = ExportConfig(precision="fp16", forms=("concat",))
     bundle = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", export, verify=False)
-    plans: dict[str, SerializedEngine] = {}
+    plans: dict[str, Plan] = {}
     build(rtx, bundle, "concat", plans)
     check_decoder(plans[DECODER["concat"]], bundle, "concat")
-    sizes = re.findall(r"Total Activation Memory: (\d+)", "\n".join(plans[DECODER["concat"]].log))
+    sizes = re.findall(r"Total Activation Memory: (\d+)", "\n".join(plans[DECODER["concat"]].network.log.lines()))
     assert len(sizes) == 2
     assert max(map(int, sizes)) < 100 * MIB

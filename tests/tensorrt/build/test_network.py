@@ -1,4 +1,4 @@
-"""Parsing: what TensorRT refuses is named with its node, what it would compute wrongly without a word is refused."""
+"""Nodes that TensorRT refuses are named; graphs that it would silently compute incorrectly are refused."""
 
 from __future__ import annotations
 
@@ -15,17 +15,10 @@ from tests.tensorrt.engine_graphs import CAPACITY, HEADS, WIDTH, add, attention,
 from tfexport.contract import GraphSpec, TensorSpec
 from tfexport.errors import EngineError
 from tfexport.export.passes import fix_capacity
-from tfexport.tensorrt._library import Library, load_library
+from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build.network import Graph, Network, _causal_problem, check_contract, parse_graph
 
-pytest.importorskip("tensorrt_rtx")
-
 GRAPH = Path("graph.onnx")
-
-
-@pytest.fixture(scope="module")
-def rtx() -> Library:
-    return load_library("tensorrt-rtx")
 
 
 def parse(rtx: Library, graph: bytes, path: Path = GRAPH) -> Network:
@@ -41,13 +34,12 @@ def refusal(rtx: Library, graph: bytes, path: Path = GRAPH) -> str:
     return message
 
 
-def test_external_weights_are_found_beside_the_path(rtx: Library, dates_bundle: Path, tmp_path: Path) -> None:
-    """The graph itself comes from memory: nothing is copied."""
+def test_external_weights_are_found_next_to_the_path(rtx: Library, dates_bundle: Path, tmp_path: Path) -> None:
     graph = fix_capacity(dates_bundle / "decoder_static.onnx", 16)
     network = parse(rtx, graph, dates_bundle / "decoder_static.onnx")
     assert network.layers["KV_CACHE_UPDATE"] == network.layers["ATTENTION_INPUT"] == 4
-    assert next(t for t in network.inputs if t.name == "num_candidates").is_shape_input
-    assert not next(t for t in network.inputs if t.name == "cache_lengths").is_shape_input
+    assert next(t for t in network.inputs if t.name == "num_candidates").is_shape_tensor
+    assert not next(t for t in network.inputs if t.name == "cache_lengths").is_shape_tensor
     assert "Failed to import initializer" in refusal(rtx, graph, tmp_path / "decoder_static.onnx")
 
 
@@ -60,7 +52,7 @@ def test_external_weights_are_found_beside_the_path(rtx: Library, dates_bundle: 
         (add()[:-10], "Failed to parse the ONNX model"),
     ],
 )
-def test_what_is_no_graph_is_refused(rtx: Library, graph: bytes, message: str) -> None:
+def test_invalid_graphs_are_refused(rtx: Library, graph: bytes, message: str) -> None:
     assert message in refusal(rtx, graph)
 
 
@@ -82,7 +74,7 @@ def test_a_cache_of_free_capacity_is_refused(rtx: Library) -> None:
     assert "must have a static sequence length dimension" in message
 
 
-def test_what_the_library_takes_is_parsed(rtx: Library) -> None:
+def test_supported_graphs_are_parsed(rtx: Library) -> None:
     for precision in ("fp32", "fp16", "bf16"):
         assert parse(rtx, cache_update(precision=precision)).layers["KV_CACHE_UPDATE"] == 1
     as_many_keys_as_queries = attention(mask=False, causal=True, queries=5, keys=5)
@@ -90,7 +82,7 @@ def test_what_the_library_takes_is_parsed(rtx: Library) -> None:
 
 
 def test_a_cache_read_as_it_was_is_refused(rtx: Library) -> None:
-    """The trap: it builds, and reads memory that the update writes to."""
+    """The library would build it and read memory that the update overwrites."""
     shape = ["rows", HEADS, CAPACITY, WIDTH]
     inputs = [
         value("past", shape),
@@ -134,7 +126,6 @@ def test_attention_that_would_be_computed_wrongly_is_refused(
 
 
 def test_causal_attention_is_seen_in_the_network_itself(rtx: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody can read the graph, both what is seen and what cannot be seen is named."""
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = refusal(rtx, attention(mask=False, causal=True))
@@ -152,7 +143,7 @@ def test_tensorrt_10_knows_one_kind_of_causal_attention(is_causal: bool, is_refu
     assert bool(_causal_problem(attention_10)) is is_refused
 
 
-def test_a_network_takes_and_gives_what_the_contract_says(rtx: Library, dates_bundle: Path) -> None:
+def test_inputs_and_outputs_are_compared_with_the_contract(rtx: Library, dates_bundle: Path) -> None:
     network = parse(rtx, add(TensorProto.FLOAT16))
     x, y = (TensorSpec(name, "float16", (2, "source_len")) for name in ("x", "y"))
     check_contract(network, GraphSpec(inputs=(x,), outputs=(y,)))

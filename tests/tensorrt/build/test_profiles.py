@@ -1,4 +1,4 @@
-"""Profiles: every input of every engine gets the sizes that follow from few limits, and contradictions are named."""
+"""Test that profiles of all engines follow from a few limits, and that contradictions are named."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_encoder_alone_has_one_engine() -> None:
     assert "'target_ids'" in refusal(spec=ENCODER_ONLY, max_shapes="target_ids:5x6")
     too_long = refusal(spec=ENCODER_ONLY, max_source_length=100, max_target_length=100)
     assert "max_source_length is 100, the bundle has 64" in too_long
-    assert "max_target_length is 100, the bundle has 0; leave it out for an encoder alone" in too_long
+    assert "max_target_length is 100, the bundle has 0; leave it out for an encoder-only bundle" in too_long
 
 
 LONG = replace(SPEC, max_target_length=4096)
@@ -85,20 +85,13 @@ LONG = replace(SPEC, max_target_length=4096)
 
 @pytest.mark.parametrize(
     ("limit", "capacities"),
-    [
-        (255, (255,)),
-        (256, (128, 256)),
-        (1024, (128, 512, 1024)),
-        (4096, (128, 512, 2048, 4096)),
-    ],
+    [(255, (255,)), (256, (128, 256)), (1024, (128, 512, 1024)), (4096, (128, 512, 2048, 4096))],
 )
 def test_capacities_are_chosen_by_the_limit(limit: int, capacities: tuple[int, ...]) -> None:
     made = profiles(spec=LONG, max_target_length=limit)
     assert made.limits.capacities == capacities
-    assert [name for name in made.engines if name.startswith("decoder")] == [
-        *(f"decoder_static_{capacity}" for capacity in capacities[:-1]),
-        "decoder_static",
-    ]
+    decoders = [f"decoder_static_{capacity}" for capacity in capacities[:-1]]
+    assert list(made.engines) == ["encoder", *decoders, "decoder_static", "reorder"]
     assert profiles("concat", spec=LONG, max_target_length=limit).limits.capacities == ()
 
 
@@ -143,9 +136,9 @@ def test_capacities_ascend_and_are_within_the_limit_and_for_the_static_form() ->
     assert refusal(capacities=(4, 17)) == "engine: capacities are 4, 17, expected at most max_target_length, 16"
     assert "expected at most max_target_length, 9" in refusal(capacities=(10,), max_target_length=9)
     alone = refusal("concat", capacities=(4,))
-    assert alone == "engine: capacities are 4, which is for decoders of the static form; leave them out"
+    assert alone == "engine: capacities are 4, which are only for static decoders; leave them out"
     assert refusal(spec=ENCODER_ONLY, capacities=(4,)) == alone
-    with pytest.raises(ConfigError, match="capacities are for the static form; leave them out, or choose static"):
+    with pytest.raises(ConfigError, match="capacities are only for the static variant; leave them out"):
         EngineConfig(form="concat", capacities=(4,))
 
 
@@ -169,9 +162,8 @@ def test_candidates_can_be_raised_to_what_topk_takes() -> None:
     made = profiles(spec=large, max_shapes="num_candidates:3840")
     assert made.limits.max_candidates == 3840
     assert made.engines["decoder_static"][STEP]["num_candidates"] == ShapeRange((1,), (1,), (3840,))
-    assert "num_candidates reaches 3841, a step returns at most 3840" in refusal(
-        spec=large, max_shapes="num_candidates:3841"
-    )
+    beyond = refusal(spec=large, max_shapes="num_candidates:3841")
+    assert "num_candidates reaches 3841, a step returns at most 3840" in beyond
     assert "num_candidates reaches 501, a step returns at most 500" in refusal(max_shapes="num_candidates:501")
 
 
@@ -184,7 +176,7 @@ def test_the_past_of_the_concat_form_limits_the_target() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_shapes": "sauce:1x2"}, "max_shapes has 'sauce', expected among source_ids, source_mask, target_ids, "),
+        ({"max_shapes": "sauce:1x2"}, "max_shapes has 'sauce', expected one of source_ids, source_mask, target_ids, "),
         ({"max_shapes": "source_ids:4"}, "max_shapes has source_ids with 1 sizes, expected batchxsource_len"),
         ({"max_shapes": "num_candidates:1x2"}, "max_shapes has num_candidates with 2 sizes, expected num_candidates"),
         ({"min_shapes": "past_key.0:1x4x9x6"}, "min_shapes has 9 in past_key.0, expected 16 of rowsx4x16x6, which is"),
@@ -195,27 +187,24 @@ def test_the_past_of_the_concat_form_limits_the_target() -> None:
         ),
         ({"max_shapes": "source_ids:4x8,source_ids:4x8"}, "max_shapes has source_ids twice"),
         ({"min_shapes": "source_ids:4x9", "max_shapes": "source_ids:4x8"}, "source_len has min 9, opt 8, max 8"),
-        (
-            {"min_shapes": "source_ids:2x3"},
-            "batch begins at 2, expected 1, where a session begins; source_len begins at 3",
-        ),
-        ({"min_shapes": "target_ids:1x3"}, "target_len begins at 3, expected 1 or 2, where"),
+        ({"min_shapes": "source_ids:2x3"}, "batch begins at 2, expected 1, the smallest that a session uses; source"),
+        ({"min_shapes": "target_ids:1x3"}, "target_len begins at 3, expected 1 or 2, the smallest"),
         ({"max_shapes": "source_ids:4x65"}, "source_len reaches 65, the bundle has 64"),
         ({"max_shapes": "target_ids:4x17"}, "target_len reaches 17, the bundle has 16"),
         ({"opt_shapes": "source_ids:3x8,target_ids:4x1"}, "opt has batch 3 and rows 4, expected a multiple"),
         ({"max_shapes": "source_ids:4x8,target_ids:8x1"}, "max has batch 4 and rows 8, expected them equal"),
     ],
 )
-def test_what_does_not_fit_is_named(settings: dict[str, object], message: str) -> None:
+def test_shapes_that_do_not_fit_are_named(settings: dict[str, object], message: str) -> None:
     assert message in refusal(**settings)
 
 
 @pytest.mark.parametrize("text", ["source_ids", "source_ids:", ":4x8", "source_ids:4x", "source_ids:4X8", "a:-1x2"])
-def test_what_is_not_spelled_like_a_shape_is_named(text: str) -> None:
+def test_a_shape_in_another_syntax_is_named(text: str) -> None:
     assert f"opt_shapes has {text!r}, expected name:1x2x3" in refusal(opt_shapes=text)
 
 
-def test_everything_wrong_is_named_at_once() -> None:
+def test_all_problems_are_named_at_once() -> None:
     message = refusal(max_shapes="sauce:1,source_ids:4x900,past_key.0:1x4x9x6", min_shapes="source_ids:9x1")
     assert message.startswith("engine: ")
     for part in ("'sauce'", "9 in past_key.0", "source_len reaches 900", "batch has min 9"):

@@ -1,4 +1,4 @@
-"""What is resolved before a build, and what is refused."""
+"""Test the options that are resolved before a build, and those that are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tensorrt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle
 from tfexport.contract import GraphEntry, graph_contract
 from tfexport.errors import ConfigError, EngineError
-from tfexport.tensorrt._library import Library, load_library
+from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build.resolve import resolve
 from tfexport.tensorrt.config import EngineConfig, EngineLimits
 from tfexport.tensorrt.pipeline import cache_bytes
@@ -29,13 +29,8 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 @pytest.fixture
-def rtx() -> Library:
-    return load_library("tensorrt-rtx")
-
-
-@pytest.fixture
 def old(rtx: Library) -> Library:
-    """Return what an old TensorRT looks like: no layer for caches, no compute capabilities to choose."""
+    """Return an old TensorRT, without a layer for caches or compute capabilities to choose."""
     module = SimpleNamespace(
         IBuilderConfig=object,
         LayerType=SimpleNamespace(),
@@ -54,7 +49,7 @@ def only(path: Path, graph: str, **facts: Any) -> Bundle:
     return builder.bundle
 
 
-def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
+def test_unset_options_are_chosen(bundle: Bundle, rtx: Library) -> None:
     resolved = resolve(bundle, EngineConfig(), rtx, None)
     assert resolved.config == EngineConfig(
         target="tensorrt-rtx",
@@ -77,17 +72,17 @@ def test_the_form_is_one_that_bundle_and_library_have(
     bundle: Bundle, rtx: Library, old: Library, tmp_path: Path
 ) -> None:
     concat, static = only(tmp_path / "concat", "decoder"), only(tmp_path / "static", "decoder_static")
-    assert resolve(concat, EngineConfig(), rtx, None).form == "concat"
-    assert resolve(static, EngineConfig(), rtx, None).form == "static"
+    assert resolve(concat, EngineConfig(), rtx, None).config.form == "concat"
+    assert resolve(static, EngineConfig(), rtx, None).config.form == "static"
     on_old = resolve(bundle, EngineConfig(), old, L4)
-    assert on_old.form == "concat"
+    assert on_old.config.form == "concat"
     assert on_old.notes == (
-        "building the concat form, not static, which tensorrt 10.3.0 has no layer for, unlike TensorRT 10.15 and newer",
+        "building the concat variant, not static, which tensorrt 10.3.0 does not support; TensorRT 10.15 and newer do",
     )
-    with pytest.raises(EngineError, match="form is static, the bundle has concat alone; export it with --forms"):
+    with pytest.raises(EngineError, match="form is static, the bundle has only concat; export it with --forms"):
         resolve(concat, EngineConfig(form="static"), rtx, None)
     for given in (EngineConfig(form="static"), EngineConfig()):
-        with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 has no layer for"):
+        with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 does not support"):
             resolve(static, given, old, L4)
 
 
@@ -100,9 +95,9 @@ def test_keys_and_values_of_two_widths_need_the_concat_form(bundle: Bundle, rtx:
         }
         return replace(bundle, manifest=replace(bundle.manifest, spec=spec, graphs=graphs, config=None))
 
-    why = "static, whose attention takes keys and values of one width, and a head has 2 and 4"
+    why = "static, which needs keys and values of the same width, and a head has 2 and 4"
     chosen = resolve(narrow(bundle), EngineConfig(), rtx, None)
-    assert (chosen.form, chosen.notes) == ("concat", (f"building the concat form, not {why}",))
+    assert (chosen.config.form, chosen.notes) == ("concat", (f"building the concat variant, not {why}",))
     assert resolve(narrow(bundle), EngineConfig(form="concat"), rtx, None).notes == ()
     assert resolve(bundle, EngineConfig(), rtx, None).notes == ()
     with pytest.raises(EngineError, match=f"^trt: form is {why}; use --form concat$"):
@@ -111,15 +106,15 @@ def test_keys_and_values_of_two_widths_need_the_concat_form(bundle: Bundle, rtx:
         resolve(narrow(only(tmp_path / "static", "decoder_static")), EngineConfig(), rtx, None)
 
 
-def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:
+def test_no_engine_is_built_from_contrib(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:
     with_contrib = make_contrib(tmp_path / "with", GRAPHS)
-    assert resolve(with_contrib, EngineConfig(), rtx, None).form == "static"
-    assert resolve(with_contrib, EngineConfig(), old, L4).form == "concat"
+    assert resolve(with_contrib, EngineConfig(), rtx, None).config.form == "static"
+    assert resolve(with_contrib, EngineConfig(), old, L4).config.form == "concat"
     alone = make_contrib(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
     for given in (EngineConfig(), EngineConfig(form="static")):
-        with pytest.raises(EngineError, match=r"has the contrib form alone.*; export it with --forms concat,static"):
+        with pytest.raises(EngineError, match=r"has only the contrib variant.*; export it with --forms concat,static"):
             resolve(alone, given, rtx, None)
-    with pytest.raises(ConfigError, match="form is contrib, which is for ONNX Runtime alone; use static or concat"):
+    with pytest.raises(ConfigError, match="form is contrib, which only ONNX Runtime supports; use static or concat"):
         EngineConfig(form="contrib")
 
 
@@ -141,7 +136,7 @@ def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Library, capabilities:
     assert resolve(bundle, replace(config, compute_capabilities=("8.9", "12.0")), rtx, gpu).config.weights == "fp8"
 
 
-def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Library) -> None:
+def test_the_timing_cache_is_not_in_the_manifest(bundle: Bundle, old: Library) -> None:
     resolved = resolve(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
     assert (resolved.options.timing_cache, resolved.config.timing_cache) == ("/tmp/timings", None)
 

@@ -1,4 +1,4 @@
-"""The timing cache of TensorRT: kept for each version and GPU, read, used and written, or refused by name."""
+"""A timing cache of TensorRT is read, used and written for each version and GPU, or refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfexport.tensorrt.build.builder import attach_timing_cache, save_timing_cac
 
 
 class CachingConfig:
-    """An `IBuilderConfig` as far as timing caches go: it takes those that begin with `mark`."""
+    """The timing caches of an `IBuilderConfig`; it accepts those that begin with `mark`."""
 
     def __init__(self, mark: bytes = b"", takes: bool = True) -> None:
         self.mark, self.takes, self.cache = mark, takes, b""
@@ -53,7 +53,7 @@ def test_a_timing_cache_is_read_used_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [CachingConfig(mark=b"other"), CachingConfig(takes=False)])
 def test_a_timing_cache_that_is_refused_is_named(tmp_path: Path, config: CachingConfig) -> None:
     (tmp_path / "10.0.1-NVIDIA-L4.timing").write_bytes(b"strange")
-    with pytest.raises(EngineError, match=r"10\.0\.1-NVIDIA-L4\.timing: tensorrt 10\.0\.1 does not take it; remove it"):
+    with pytest.raises(EngineError, match=r"10\.0\.1-NVIDIA-L4\.timing: tensorrt 10\.0\.1 does not accept it"):
         attach_timing_cache(plain_tensorrt(), config, str(tmp_path))
 
 
@@ -63,12 +63,12 @@ def test_a_timing_cache_that_is_no_file_or_too_large_is_refused(
 ) -> None:
     path = tmp_path / "10.0.1-NVIDIA-L4.timing"
     path.mkdir()
-    with pytest.raises(EngineError, match="no file of at most"):
+    with pytest.raises(EngineError, match="not a file of at most"):
         attach_timing_cache(plain_tensorrt(), CachingConfig(), str(tmp_path))
     path.rmdir()
     path.write_bytes(b"12345")
     monkeypatch.setattr(builder, "MAX_TIMING_CACHE_BYTES", 4)
-    with pytest.raises(EngineError, match="no file of at most 4 bytes; remove it"):
+    with pytest.raises(EngineError, match="not a file of at most 4 bytes; remove it"):
         attach_timing_cache(plain_tensorrt(), CachingConfig(), str(tmp_path))
 
 

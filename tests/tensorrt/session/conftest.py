@@ -1,4 +1,4 @@
-"""The trained model of models/dates on doubles of engines, and what it computes row by row without a cache."""
+"""Run models/dates on doubles of engines, and row by row without a cache."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Model:
         return batch, np.full(num_sources * width, self.start)
 
     def _logits(self, source: tuple[int, ...], tokens: tuple[int, ...]) -> np.ndarray:
-        """Return the logits behind `tokens`, float32 [vocab], of one row by itself in plain onnxruntime."""
+        """Return the next logits of one row in plain onnxruntime, float32 [vocab]."""
         feed = {"source_ids": np.array([source]), "source_mask": np.ones((1, len(source)), np.bool_)}
         names = [output.name for output in self._encoder.get_outputs()]
         cross = dict(zip(names, self._encoder.run(None, feed), strict=True))
@@ -82,7 +82,7 @@ def dates(dates_bundle: Path) -> Model:
 
 @pytest.fixture(autouse=True, scope="package")
 def _short_collections() -> Iterator[None]:
-    """Keep what is there already out of the many garbage collections of these tests."""
+    """Exclude existing objects from the many garbage collections of these tests."""
     gc.freeze()
     yield
     gc.unfreeze()

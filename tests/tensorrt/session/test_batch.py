@@ -1,4 +1,4 @@
-"""Running batches on doubles: sources that join and leave in any order get what each gets by itself."""
+"""Sources that join and leave a batch in any order get the outputs that each gets alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def requests(dates: Model, rng: np.random.Generator, count: int) -> list[Request
 
 
 def poison(batch: TrtBatch, spec: Any, *names: str, slots: set[int] | None = None) -> None:
-    """Fill caches with NaN: those of the given slots, else of all that no source is in, far behind the last one too."""
+    """Fill the caches of the given slots with NaN, by default those of all free slots."""
     if batch._replica is None:
         return
     device, layout = batch._replica._device, batch._layout
@@ -113,7 +113,7 @@ def assert_as_alone(dates: Model, found: Any, sources: list[list[int]], historie
 @pytest.mark.parametrize("form", ["static", "concat"])
 @pytest.mark.parametrize("seed", range(2))
 def test_beams_branch_while_sources_join_and_leave(dates: Model, form: Form, width: int, seed: int) -> None:
-    """Rows go on with random tokens and change places within their source; each is compared with itself alone."""
+    """Rows continue with random tokens and change places within their source."""
     rng = np.random.default_rng(seed)
     session = dates.trt(form, max_batch=5 * width, capacities=(3, 8) if form == "static" and seed else ())
     batch, sources, histories = session.batch(width), [], []  # type: ignore[var-annotated]
@@ -142,7 +142,7 @@ def test_beams_branch_while_sources_join_and_leave(dates: Model, form: Form, wid
         histories = [histories[place * width + beam] for place in kept for beam in range(width)]
 
 
-def test_a_row_of_nan_harms_neither_neighbours_nor_who_takes_its_slot(dates: Model) -> None:
+def test_a_row_of_nan_affects_neither_neighbors_nor_the_next_in_its_slot(dates: Model) -> None:
     session = dates.trt(max_batch=4)
     batch, _ = dates.started(session, 3)
     histories = [[dates.start] for _ in range(3)]
@@ -161,7 +161,7 @@ def test_a_row_of_nan_harms_neither_neighbours_nor_who_takes_its_slot(dates: Mod
     step()
     for name in ("cross_value.0", "past_value.1"):
         poison(batch, dates.spec, name, slots={int(batch._layout.slots[1])})
-        step(bad=1)  # what overlapped the poisoning may have read good numbers
+        step(bad=1)  # a step that was started early may have read good numbers
         assert np.isnan(step(bad=1)).all()
     batch.remove(np.array([1]))
     sources, histories = ([each[0], each[2]] for each in (sources, histories))  # type: ignore[assignment]
@@ -193,7 +193,7 @@ def test_a_source_that_leaves_moves_nothing_until_a_quarter_of_the_slots_would_d
             history.append(token)
 
 
-def test_the_concat_form_says_that_nobody_joins(dates: Model) -> None:
+def test_no_source_joins_in_the_concat_variant(dates: Model) -> None:
     session = dates.trt("concat")
     batch = session.batch()
     assert (batch.can_join, dates.trt().batch().can_join) == (False, True)
@@ -209,7 +209,7 @@ def test_the_concat_form_says_that_nobody_joins(dates: Model) -> None:
     assert_as_alone(dates, found, dates.sources[:1], [[dates.start, 5]])
 
 
-def test_what_is_refused_leaves_the_batch_as_it_was(dates: Model) -> None:
+def test_a_refused_call_does_not_change_the_batch(dates: Model) -> None:
     batch, new = dates.started(dates.trt(max_batch=4), 3)
     ids, mask = pad_right(dates.sources[:2], dates.spec.tokens.pad)
     for refused in (

@@ -1,4 +1,4 @@
-"""Whole decodes on engines: what ONNX Runtime gives, from sessions, threads, bundles and the command line."""
+"""Compare whole decodes on engines with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_rtx_captures_by_itself_where_we_cannot(dates: Model, monkeypatch: pytes
 
 @pytest.fixture
 def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tfexport.Model]]:
-    """Return `tfexport.load` on a bundle with an engine `fast`, up to the library and the device."""
+    """Return `tfexport.load` on a bundle with an engine `fast` on doubles."""
     bundle, cuda = dates.path, CudaDouble()
 
     def load_engine(opened: Bundle, name: str | None) -> Any:
@@ -107,10 +107,8 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cuda, log)
         config = EngineConfig(form="static", precision="fp32")
         manifest = SimpleNamespace(config=config, limits=limits, plans={})
-        reasons = SimpleNamespace(reason=lambda: log[-1])
-        return SimpleNamespace(
-            manifest=manifest, plans=engines, library=LIBRARY, path=opened.path / "engines" / "fast", log=reasons
-        )
+        path, reasons = opened.path / "engines" / "fast", SimpleNamespace(reason=lambda: log[-1])
+        return SimpleNamespace(manifest=manifest, plans=engines, library=LIBRARY, path=path, log=reasons)
 
     monkeypatch.setattr("tfexport.tensorrt.session.session.load_engine", load_engine)
     monkeypatch.setattr("tfexport.tensorrt.session.session.Cuda", lambda: cuda)
@@ -131,7 +129,6 @@ def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[.
 
 
 def test_a_warm_up_leaves_nothing_for_the_first_batch_to_make(on_doubles: Callable[..., tfexport.Model]) -> None:
-    """Of that shape: its kernels are compiled and its steps captured, that of a first step from the host too."""
     texts = ["Dienstag, 3. März 2026", "le 14 juillet 1989", "May 4, 1977"]
     made = {}
     for batches in ((), [(3, 32), (1, 32)]):

@@ -1,4 +1,4 @@
-"""The step that overlaps the host: when the next one is begun, followed and dropped."""
+"""Test when an overlapped step is started early, used and dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC = ModelSpec(**SIZES, max_source_length=1, max_target_length=9, tokens=TOKEN
 
 
 class Step:
-    """A step of two rows whose best token is always the last one plus one; the others are further away."""
+    """A step of two rows whose best token is always the last one plus one."""
 
     def __init__(self, cuda: CudaDouble, stream: int, capacity: int, num_candidates: int = 1) -> None:
         self.sizes, self.cuda, self.stream = Sizes(2, 2, 1, 1, num_candidates, capacity), cuda, stream
@@ -40,12 +40,11 @@ class Step:
 
     def _queue(self, name: str, io: StepIO, lengths: np.ndarray, read: Any) -> None:
         self.calls.append((name, lengths.tolist(), id(io)))
-        told = part(io.given, self.given, CACHE_LENGTHS)
-        told[:] = lengths
-        given = lengths.copy()
+        queued, given = part(io.given, self.given, CACHE_LENGTHS), lengths.copy()
+        queued[:] = lengths
 
         def work() -> None:
-            assert (told == given).all(), "the step I/O was written while it was in use"
+            assert (queued == given).all(), "the step I/O was written while it was in use"
             self.newest = read() + 1
             part(io.found, self.found, CANDIDATE_IDS)[:] = self.newest[:, None] + np.arange(self.sizes.num_candidates)
 
@@ -64,11 +63,6 @@ def make(cuda: CudaDouble, num_candidates: int = 1, capacity: int = 100) -> tupl
     return OverlappedStep((ios[0], ios[1])), Step(cuda, cuda.stream(), capacity, num_candidates)
 
 
-@pytest.fixture
-def overlapped(cuda: CudaDouble) -> tuple[OverlappedStep, Step]:
-    return make(cuda, capacity=6)
-
-
 READ = np.array([0, 1])
 
 
@@ -76,21 +70,15 @@ def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(overlapped: tuple[OverlappedStep, Step]) -> None:
+def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(cuda: CudaDouble) -> None:
     """Rows at different positions; the longest one decides when there is no next step."""
-    runner, step = overlapped
+    runner, step = make(cuda, capacity=6)
     ids = ints(10, 20)
     for past_len in range(5):
         ids = step.best(runner.run(step, ids, READ, ints(past_len + 1, past_len)))
         assert ids.tolist() == [11 + past_len, 21 + past_len]
-    names = [(name, lengths) for name, lengths, _ in step.calls]
-    assert names == [
-        ("feed", [1, 0]),
-        ("follow 1", [2, 1]),
-        ("follow 0", [3, 2]),
-        ("follow 1", [4, 3]),
-        ("follow 0", [5, 4]),
-    ]
+    assert [name for name, *_ in step.calls] == ["feed", "follow 1", "follow 0", "follow 1", "follow 0"]
+    assert [lengths for _, lengths, _ in step.calls] == [[past_len + 1, past_len] for past_len in range(5)]
 
 
 def follow_best(runner: OverlappedStep, step: Step, ids: np.ndarray, first: int, last: int) -> np.ndarray:
@@ -99,7 +87,7 @@ def follow_best(runner: OverlappedStep, step: Step, ids: np.ndarray, first: int,
     return ids
 
 
-def test_who_asks_for_several_candidates_overlaps_once_the_best_was_taken_for_a_while(cuda: CudaDouble) -> None:
+def test_several_candidates_overlap_after_the_best_was_used_for_a_while(cuda: CudaDouble) -> None:
     runner, step = make(cuda, 4)
     ids = follow_best(runner, step, ints(10, 20), 0, SURE_AFTER)
     assert {name for name, *_ in step.calls} == {"feed"}, "not sure yet"

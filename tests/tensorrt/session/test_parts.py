@@ -1,4 +1,4 @@
-"""The parts of the session on engines by themselves, and that the doubles refuse what the library refuses."""
+"""Test slots, and that the doubles refuse what the library refuses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_double_wants_a_run_before_a_capture_and_the_same_shapes_after(
     order = cuda.pinned((3,), np.int64)
     order[:] = 0
     cuda.upload(context.get_tensor_address(ORDER), order, stream)
-    with pytest.raises(MisuseError, match="may still be settling"), cuda.capture(stream):
+    with pytest.raises(MisuseError, match="may still be preparing"), cuda.capture(stream):
         pass
     cuda.synchronize(stream)
     with cuda.capture(stream):

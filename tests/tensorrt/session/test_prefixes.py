@@ -1,4 +1,4 @@
-"""A long prefix is read in pieces, on doubles of engines: what PyTorch reads of it at once."""
+"""Long prefixes are read in pieces and give the outputs of PyTorch, on doubles of engines."""
 
 from __future__ import annotations
 
@@ -55,23 +55,20 @@ def tokens_of(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_rows_of_unequal_prefixes_say_what_they_say_in_pytorch(
+def test_rows_of_unequal_prefixes_equal_pytorch(
     once: Once, eager: EagerSession, sources: list[list[int]], prefixes: list[list[int]], beams: int
 ) -> None:
     """All in one batch, then few at a time, so that long prefixes join rows that are being decoded."""
     expected = tokens_of(eager, sources, prefixes, beams)
-    for options in (
-        {},
-        {"capacities": (24, 64)},
-        {"max_shapes": f"target_ids:32x5,num_candidates:{LONG.target_vocab}"},
-    ):
+    pieces_of_5 = {"max_shapes": f"target_ids:32x5,num_candidates:{LONG.target_vocab}"}
+    for options in ({}, {"capacities": (24, 64)}, pieces_of_5):
         for batch_size in (8, 3):
             session = on_doubles(once, **options)
             assert tokens_of(session, sources, prefixes, beams, batch_size) == expected
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_concat_form_reads_pieces_behind_its_past(
+def test_the_concat_variant_reads_pieces_after_its_past(
     once: Once, eager: EagerSession, sources: list[list[int]], prefixes: list[list[int]], length: int
 ) -> None:
     rng, among = np.random.default_rng(length), sources[:3]
@@ -82,7 +79,7 @@ def test_the_concat_form_reads_pieces_behind_its_past(
 @pytest.mark.parametrize("form", ["static", "concat"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_piece_is_as_long_as_its_profile(once: Once, sources: list[list[int]], form: Form, length: int) -> None:
-    """Sixteen tokens; or what the profile of an engine takes that was built for more, which reads all at once."""
+    """Sixteen tokens, or more if the profile of the engine allows it."""
     for shapes, runs in (("", -(-length // PREFIX_PIECE)), (f"target_ids:32x{LONG.max_target_length}", 1)):
         cuda = CudaDouble()
         batch = on_doubles(once, form, cuda=cuda, max_shapes=shapes).batch()

@@ -1,4 +1,4 @@
-"""The session that drives TensorRT, on doubles of engines and CUDA; what every backend keeps to is tested elsewhere."""
+"""Test the session on doubles of engines and CUDA, beyond the contract of all backends."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def test_greedy_steps_are_replayed_and_overlap_the_host(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
     greedy_steps(session, dates, 6)
-    # Six steps and the one that was begun ahead: the first directly, the others from the graphs of two step I/Os.
+    # Six steps and one started early: the first directly, the others from the graphs of two step I/Os.
     assert cuda.counts["launch"] == 6
     assert cuda.counts["capture"] == 2
-    # The library is asked once directly, and once for each capture; never for a step that is replayed.
+    # Once directly, and once for each capture; never for a replay.
     assert cuda.counts["enqueue decoder_static"] == 1 + 2
     before = cuda.counts.copy()
     gc.collect()
     greedy_steps(session, dates, 6)
-    # The next batch like it finds graphs and contexts: one more graph, for a first step from the host.
+    # The next batch needs one more graph, for a first step from the host.
     assert cuda.counts["launch"] - before["launch"] == 7
     assert cuda.counts["capture"] - before["capture"] == 1
     assert cuda.counts["context"] == before["context"]
@@ -71,13 +71,13 @@ def test_no_step_waits_for_the_stream(dates: Model) -> None:
 
 
 class UncapturableEngine(FakeEngine):
-    """An engine of TensorRT, which cannot be asked beforehand whether a graph can hold it."""
+    """An engine of TensorRT, which cannot report beforehand whether a graph can be captured."""
 
     is_capturable = False
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_where_a_capture_fails_decoding_goes_on_without_graphs_and_says_so_once(
+def test_after_a_failed_capture_decoding_continues_without_graphs_with_one_warning(
     dates: Model, beams: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda, sources, config = CudaDouble(), dates.sources[:8], DecodeConfig(num_beams=beams)
@@ -94,7 +94,7 @@ def test_where_a_capture_fails_decoding_goes_on_without_graphs_and_says_so_once(
 
 
 class TiedEngine(FakeEngine):
-    """An engine whose two best logits are always equal, the higher id first, as a library may have them."""
+    """An engine whose two best logits are equal, the higher id first."""
 
     def run(self, arrays: Any) -> None:
         super().run(arrays)
@@ -115,7 +115,7 @@ def test_equal_logits_come_in_order_of_id(dates: Model, form: Form) -> None:
         new = expected.token_ids[:, 0]
 
 
-def test_a_graph_takes_all_in_with_one_copy_and_out_with_one(dates: Model) -> None:
+def test_a_graph_has_one_copy_in_each_direction(dates: Model) -> None:
     cuda = CudaDouble()
     greedy_steps(dates.trt(cuda=cuda), dates, 3)
     greedy_steps(dates.trt(cuda=cuda), dates, 3)
@@ -158,14 +158,14 @@ def test_an_overlapped_step_is_dropped_when_the_host_decides_otherwise(dates: Mo
 
 
 def test_a_source_that_joins_does_not_get_the_step_of_its_slot(dates: Model) -> None:
-    """Its length is 0, that of a free slot, and its first token what the free slot was going on with."""
+    """Its length is 0, that of a free slot, and its first token equals that of the early step."""
     batch, new = dates.started(dates.trt(), 4)
     batch.remove(np.array([0]))
     for _ in range(2):
         new = batch.step(new[:3], 1).token_ids[:, 0]
     assert batch._replica is not None
     assert batch._replica._decoder
-    begun = int(batch._replica._decoder._overlapped._chosen[0])
+    begun = int(batch._replica._decoder.overlapped._chosen[0])
     dates.add(batch, dates.sources[4:5], [[begun]])
     assert batch._layout.slots[-1] == 0
     found = batch.step(np.array([*new, begun]), 1)
@@ -359,16 +359,11 @@ def test_a_request_above_the_engines_names_limit_and_command(
     assert re.search(r"build engines for more: tfexport trt BUNDLE --\S+ \S+ --force$", str(caught.value))
 
 
-def test_engines_that_take_what_the_bundle_takes_ask_for_another_bundle(dates: Model) -> None:
+def test_at_the_limits_of_the_bundle_the_remedy_is_another_export(dates: Model) -> None:
     limits = dates.trt().limits
     assert limits.source_length.for_more(99) == ", or export with a larger --max-source-length if the model allows it"
     assert limits.target_length.most == dates.spec.max_target_length
     assert limits.rows.for_more(64) == ", or build engines for more: tfexport trt BUNDLE --max-batch 64 --force"
-
-
-class Failing(FakeContext):
-    def execute_async_v3(self, stream_handle: int) -> bool:
-        return self._refuse("an illegal instruction")
 
 
 def test_a_failed_step_says_why_and_its_replica_serves_nobody_else(
@@ -379,7 +374,7 @@ def test_a_failed_step_says_why_and_its_replica_serves_nobody_else(
     batch, start = dates.started(session, 2)
     broken = batch._replica
     with monkeypatch.context() as patch:
-        patch.setattr(FakeContext, "execute_async_v3", Failing.execute_async_v3)
+        patch.setattr(FakeContext, "execute_async_v3", lambda self, stream: self._refuse("an illegal instruction"))
         with pytest.raises(BackendError, match="decoder_static failed: decoder_static: an illegal instruction"):
             batch.step(start, 1)
     assert batch.lengths.tolist() == [0, 0]
@@ -414,7 +409,7 @@ def test_too_little_memory_is_an_error_and_leaves_nothing_behind(dates: Model) -
     assert cuda.is_empty
 
 
-def test_rtx_is_captured_by_us_where_it_can_be(dates: Model) -> None:
+def test_the_session_captures_rtx_if_it_can(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda, kind=RtxEngine)
     greedy_steps(session, dates, 4)
@@ -425,15 +420,15 @@ def test_rtx_is_captured_by_us_where_it_can_be(dates: Model) -> None:
         name: {config.dynamic_shapes_kernel_specialization_strategy.name for config in engine.configs}
         for name, engine in session.engines.items()
     }
-    # A graph would keep kernels that wait for better ones; nobody waits where each run has other shapes.
+    # A graph would keep the general kernels; with changing shapes, waiting for others takes too long.
     assert compiled == {"encoder": {"LAZY"}, "decoder_static": {"EAGER"}, "reorder": {"LAZY"}}
     for engine in session.engines.values():
         caches = {id(config.cache) for config in engine.configs}
-        assert len(caches) == 1, "what was compiled for one context serves the others"
+        assert len(caches) == 1, "all contexts share the compiled kernels"
         assert all(config.cache is not None for config in engine.configs)
 
 
-def test_rtx_compiles_in_one_process_what_the_next_one_needs(dates: Model, tmp_path: Path) -> None:
+def test_kernels_of_rtx_are_compiled_once_for_all_processes(dates: Model, tmp_path: Path) -> None:
     gpu = Gpu(index=0, name="NVIDIA L4", compute_capability="8.9", memory_bytes=1 << 34, driver_version="13.0")
     plans = dict.fromkeys((ENCODER, DECODER["static"], REORDER), "0" * 64)
     compiled = []
@@ -448,14 +443,14 @@ def test_rtx_compiles_in_one_process_what_the_next_one_needs(dates: Model, tmp_p
         assert cuda.is_empty
     assert compiled[0] == 3, "encoder, step and reorder"
     assert compiled[1:] == [0, 0]
-    (kept,) = tmp_path.glob("kernels/*/decoder_static.kernels")
-    kept.write_bytes(kept.read_bytes()[::-1])
+    (stored,) = tmp_path.glob("kernels/*/decoder_static.kernels")
+    stored.write_bytes(stored.read_bytes()[::-1])
     session = dates.trt(kind=RtxEngine, kernels=KernelStore(tmp_path, plans, "1.7.1.116", gpu))
     decode(session, dates.sources[:3], DecodeConfig(num_beams=2))
     assert session.cuda.counts["compile"] > 0, "damaged kernels are compiled again"
 
 
-def test_engines_that_are_not_what_they_should_be_are_refused(dates: Model) -> None:
+def test_engines_that_violate_the_contract_are_refused(dates: Model) -> None:
     cuda, log = CudaDouble(), []  # type: ignore[var-annotated]
     engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cuda, log)
 
@@ -472,4 +467,4 @@ def test_engines_that_are_not_what_they_should_be_are_refused(dates: Model) -> N
     one_profile.profiles, one_profile.aliases = one_profile.profiles * 2, {}
     assert "does not write present_key.0 into the memory of past_key.0" in refusal(**{DECODER["static"]: one_profile})
     del engines["reorder"]
-    assert "there is no engine reorder" in refusal()
+    assert "engine reorder is missing" in refusal()

@@ -1,8 +1,7 @@
-"""TensorRT engines without TensorRT: `ICudaEngine` and `IExecutionContext` on ONNX Runtime and a `CudaDouble`.
+"""Replace `ICudaEngine` and `IExecutionContext` by ONNX Runtime and a `CudaDouble`.
 
-They take and refuse what the library takes and refuses, and say it in the same
-way: with False or None and a line in the log. The meaning of each method is that
-of the docstrings in the library's own bindings.
+They refuse what the library refuses, in the same way: with False or None and a line in the log. The methods do what the
+docstrings of the library's bindings describe.
 """
 
 from __future__ import annotations
@@ -19,23 +18,19 @@ import numpy as np
 import onnxruntime as ort
 
 from tests.tensorrt.cuda_double import ALIGNMENT, CudaDouble, MisuseError, read_host
-from tfexport.contract import (
-    DECODER,
-    ENCODER,
-    NUM_CANDIDATES,
-    REORDER,
-    Form,
-    GraphSpec,
-    ModelSpec,
-    TensorSpec,
-    decoder_graph,
-    encoder_graph,
-    reorder_spec,
-)
+from tfexport.contract import DECODER, ENCODER, NUM_CANDIDATES, REORDER, Form, GraphSpec, ModelSpec, TensorSpec
 from tfexport.export.reorder import reorder_graph
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.build._profiles import make_profiles
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, cache_aliases, decoder_plans
+from tfexport.tensorrt.config import (
+    EngineConfig,
+    EngineLimits,
+    Profile,
+    cache_aliases,
+    decoder_plans,
+    plan_contract,
+    plan_names,
+)
 from tfexport.tensorrt.session._resources import ITEM_BYTES
 from tfexport.tensorrt.session.session import TrtSession
 
@@ -129,8 +124,7 @@ class FakeContext:
     def execute_async_v3(self, stream_handle: int) -> bool:
         engine, cuda = self._engine, self._engine.cuda
         cuda.counts[f"enqueue {engine.name}"] += 1
-        problem = next(self._problems(stream_handle), None)
-        if problem:
+        if problem := next(self._problems(stream_handle), None):
             return self._refuse(problem)
         dims = self._dims()
         assert dims is not None
@@ -138,8 +132,7 @@ class FakeContext:
         shapes = {name: tuple(d if isinstance(d, int) else dims[d] for d in t.shape) for name, t in tensors.items()}
         host = {NUM_CANDIDATES: np.array([dims.get("num_candidates", 1)], np.int64)}  # read now, not when it runs
         addresses, memory, given = dict(self._addresses), self._memory, dict(self._shapes)
-        overlap = self._overlap(tensors, shapes, addresses)
-        if overlap:
+        if overlap := self._overlap(tensors, shapes, addresses):
             return self._refuse(overlap)
         is_captured, profile = cuda.is_capturing, self._profile
         assert profile is not None
@@ -160,10 +153,10 @@ class FakeContext:
         return True
 
     def _problems(self, stream: int) -> Iterator[str]:
-        """Say why the library would not run; the first reason counts, and the later ones may not make sense then."""
+        """Yield reasons why the library would not run; only the first counts."""
         engine, cuda = self._engine, self._engine.cuda
         if stream == 0:
-            yield "this double wants a stream of its own"
+            yield "this double needs its own stream"
         if self.infer_shapes():
             yield f"lacks {self.infer_shapes()}"
         tensors = (*engine.inputs, *engine.outputs)
@@ -172,22 +165,19 @@ class FakeContext:
             yield f"no address for {', '.join(missing)}"
         address, size = self._memory
         assert self._profile is not None
-        if (
-            size < engine.get_device_memory_size_for_profile_v2(self._profile)
-            or address % ALIGNMENT
-            or not cuda.is_device(address)
-        ):
+        needed = engine.get_device_memory_size_for_profile_v2(self._profile)
+        if size < needed or address % ALIGNMENT or not cuda.is_device(address):
             yield "no memory for activations"
         for name in tensors:
             if cuda.is_device(self._addresses[name]) == (name == NUM_CANDIDATES):
-                yield f"{name} lies on the wrong side"
+                yield f"{name} is on the wrong side"
         if cuda.is_capturing and not self._was_run:
             yield "shapes were changed: enqueue once before a capture"
         if cuda.is_capturing and (self._replays_itself or not engine.is_capturable):
             yield "this context cannot be captured"
 
     def _dims(self) -> dict[str, int] | None:
-        """Return the number of each named dimension; None where two inputs disagree or the value is out of range."""
+        """Return the named dimensions; None if two inputs disagree or a value is out of range."""
         engine = self._engine
         assert self._profile is not None
         found: dict[str, int] = {}
@@ -211,7 +201,7 @@ class FakeContext:
         return found
 
     def _overlap(self, tensors: Mapping[str, TensorSpec], shapes: Mapping[str, Shape], at: Mapping[str, int]) -> str:
-        """Refuse outputs over other tensors; the aliased ones must be where their input is."""
+        """Refuse outputs that overlap other tensors; aliased ones must be where their input is."""
         engine = self._engine
         spans = {
             name: (at[name], at[name] + math.prod(shapes[name]) * engine.itemsize(tensor))
@@ -224,7 +214,7 @@ class FakeContext:
                 return f"{output} is not where {partner} is"
             for other, (start, end) in spans.items():
                 if other not in (output, partner) and start < spans[output][1] and spans[output][0] < end:
-                    return f"{output} lies over {other}"
+                    return f"{output} overlaps {other}"
         return ""
 
     def _refuse(self, reason: str) -> bool:
@@ -310,7 +300,6 @@ class FakeRuntimeCache:
         self._compiled: set[str] = set()
 
     def needs(self, kernel: str) -> bool:
-        """Return whether this was not compiled before; it is now."""
         is_new = kernel not in self._compiled
         self._compiled.add(kernel)
         return is_new
@@ -343,15 +332,11 @@ class RtxContext(FakeContext):
 
 
 class RtxEngine(FakeEngine):
-    """An `ICudaEngine` of TensorRT-RTX.
-
-    Attributes:
-        configs: those that contexts were made with.
-    """
+    """An `ICudaEngine` of TensorRT-RTX."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.configs: list[FakeRuntimeConfig] = []
+        self.configs: list[FakeRuntimeConfig] = []  # of contexts
 
     def create_runtime_config(self) -> FakeRuntimeConfig:
         return FakeRuntimeConfig()
@@ -396,20 +381,14 @@ def make_engines(
 ) -> tuple[dict[str, FakeEngine], EngineLimits]:
     """Make the engines of a model, with the profiles that a build would give them."""
     profiles = make_profiles(spec, form or "static", config)
-    longest = profiles.limits.max_target_length
-
-    def make(
-        name: str, graph: Path | bytes, contract: GraphSpec, aliases: Mapping[str, str], capacity: int = longest
-    ) -> FakeEngine:
+    capacities, engines = decoder_plans(form, profiles.limits), {}
+    for name in plan_names(form, profiles.limits):
+        contract, capacity = plan_contract(name, spec, form), capacities.get(name, 0)
         fixed = GraphSpec(*(tuple(fix(t, capacity) for t in side) for side in (contract.inputs, contract.outputs)))
-        return kind(name, graph, fixed, profiles.engines[name], cuda, log, aliases)
-
-    engines = {ENCODER: make(ENCODER, graphs[ENCODER], encoder_graph(spec), {})}
-    if form:
-        aliases = cache_aliases(spec) if form == "static" else {}
-        for name, capacity in decoder_plans(form, profiles.limits).items():
-            engines[name] = make(name, graphs[DECODER[form]], decoder_graph(spec, form), aliases, capacity)
-        engines[REORDER] = make(REORDER, reorder_graph(spec.precision), reorder_spec(spec.precision), {})
+        graph = graphs[DECODER[form] if form and capacity else ENCODER]
+        source = reorder_graph(spec.precision) if name == REORDER else graph
+        aliases = cache_aliases(name, spec, form)
+        engines[name] = kind(name, source, fixed, profiles.engines[name], cuda, log, aliases)
     return engines, profiles.limits
 
 
@@ -443,7 +422,7 @@ LIBRARY: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
 
 
 class DoubleSession(TrtSession):
-    """A session that still knows its engines and its device."""
+    """A session whose engines and device tests can read."""
 
     def __init__(self, engines: dict[str, FakeEngine], *args: Any, **kwargs: Any) -> None:
         super().__init__(engines, *args, **kwargs)

@@ -66,10 +66,12 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     decoders = decoder_plans(form, limits) if spec.has_decoder else {}
     plans = plan_names(form if spec.has_decoder else None, limits)
     graphs = {plan: plan_contract(plan, spec, form) for plan in plans}
+    # Sizes of the reorder follow from those of the decoder.
     inputs = [tensor for plan in plans if plan != REORDER for tensor in graphs[plan].inputs]
-    # Only the largest capacity can be named, and sizes of the reorder follow from those of the decoder.
-    tensors = {tensor.name: _with_capacity(tensor, limits.max_target_length) for tensor in inputs}
-    bound = {bound: _bind(bound, config, tensors, problems) for bound in _BOUNDS}
+    # The syntax can name only the largest capacity.
+    fixed = {"capacity": limits.max_target_length}
+    dims = {tensor.name: tuple(fixed.get(str(dim), dim) for dim in _dims(tensor)) for tensor in inputs}
+    bound = {bound: _bind(bound, config, dims, problems) for bound in _BOUNDS}
     ranges = _ranges(spec, form, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
     _follow(bound)
     given = {name for sizes in bound.values() for name in sizes}
@@ -147,19 +149,17 @@ def _up_to(most: int) -> Range:
     return Range(1, (most + 1) // 2, most)
 
 
-def _with_capacity(tensor: TensorSpec, capacity: int) -> TensorSpec:
-    return replace(tensor, shape=tuple(capacity if dim == "capacity" else dim for dim in tensor.shape))
-
-
-def _bind(bound: Bound, config: EngineConfig, tensors: Mapping[str, TensorSpec], problems: list[str]) -> dict[str, int]:
+def _bind(
+    bound: Bound, config: EngineConfig, named: Mapping[str, tuple[Dim, ...]], problems: list[str]
+) -> dict[str, int]:
     option = f"{bound}_shapes"
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
     for name, shape in _entries(option, getattr(config, option), problems):
-        if name not in tensors:
-            problems.append(f"{option} has {shortened(name)}, expected one of {', '.join(tensors)}")
+        if name not in named:
+            problems.append(f"{option} has {shortened(name)}, expected one of {', '.join(named)}")
             continue
-        dims = _dims(tensors[name])
+        dims = named[name]
         spelled = "x".join(map(str, dims))
         if len(shape) != len(dims):
             problems.append(f"{option} has {name} with {len(shape)} sizes, expected {spelled}")
@@ -256,9 +256,8 @@ def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | Non
 
 
 def _profile(graph: GraphSpec, ranges: Mapping[str, Range]) -> Profile:
-    return {tensor.name: _shape_range(tensor, ranges) for tensor in graph.inputs}
-
-
-def _shape_range(tensor: TensorSpec, ranges: Mapping[str, Range]) -> ShapeRange:
-    sizes = [(dim, dim, dim) if isinstance(dim, int) else ranges[dim] for dim in _dims(tensor)]
-    return ShapeRange(*zip(*sizes, strict=True))
+    profile = {}
+    for tensor in graph.inputs:
+        sizes = [(dim, dim, dim) if isinstance(dim, int) else ranges[dim] for dim in _dims(tensor)]
+        profile[tensor.name] = ShapeRange(*zip(*sizes, strict=True))
+    return profile

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,15 +23,6 @@ MAX_TIMING_CACHE_BYTES = 1024 * MIB
 _FP8 = (8, 9)
 
 
-@dataclass(frozen=True)
-class SerializedEngine:
-    """A built plan; two builds of the same graph differ in some bytes."""
-
-    data: bytes
-    layers: Mapping[str, int]  # by type; KV_CACHE_UPDATE and ATTENTION_INPUT show the form
-    log: list[str]
-
-
 def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> EngineConfig:
     """Check all builder options and choose the compute capabilities, sorted.
 
@@ -46,7 +37,7 @@ def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> 
 
 
 def builder_flags(library: Library, config: EngineConfig) -> tuple[str, ...]:
-    """Return the names of the builder flags; "noTF32" clears TF32, so float32 is exact."""
+    """Return the builder flags; "noTF32" clears TF32, so that float32 is exact."""
     # TensorRT-RTX guarantees only with this flag that CUDA graphs can be captured. Sessions allocate memory anyway.
     has_allocation_flag = hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION")
     flags = {"REQUIRE_USER_ALLOCATION": has_allocation_flag, "VERSION_COMPATIBLE": config.version_compatible}
@@ -58,8 +49,8 @@ def build_engine(
     profiles: Sequence[Profile],
     options: EngineConfig,
     on_progress: Callable[[float], None] = lambda done: None,
-) -> SerializedEngine:
-    """Build one engine from the results of `make_profiles` and `resolve_options`.
+) -> bytes:
+    """Build a plan with the results of `make_profiles` and `resolve_options`.
 
     `on_progress` is called with the finished fraction, 0 to 1; an exception cancels the build.
     """
@@ -78,7 +69,7 @@ def build_engine(
         raise EngineError(f"{network.subject}: the engine cannot be built: {network.log.reason()}")
     if cache:
         save_timing_cache(config, cache)
-    return SerializedEngine(bytes(memory), network.layers, network.log.lines())
+    return bytes(memory)
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
@@ -88,8 +79,8 @@ def probe(library: str, model: bytes) -> dict[str, str]:
         log = loaded.listen()
         runtime = loaded.runtime(log)
         network = parse_graph(loaded, Graph("probe", model, Path("probe.onnx")))
-        engine = build_engine(network, (), resolve_options(loaded, EngineConfig(), need_gpu()))
-        if runtime.deserialize_cuda_engine(engine.data) is None:
+        plan = build_engine(network, (), resolve_options(loaded, EngineConfig(), need_gpu()))
+        if runtime.deserialize_cuda_engine(plan) is None:
             return {"gpu": f"{loaded} refuses an engine on this GPU: {log.reason()}"}
     except TfexportError as error:
         return {"gpu": str(error)}
@@ -113,13 +104,9 @@ def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
     if options.compute_capabilities:
         known = library.compute_capabilities()
         config.num_compute_capabilities = len(options.compute_capabilities)
-        refused = [
-            capability
-            for i, capability in enumerate(options.compute_capabilities)
-            if not config.set_compute_capability(known.get(capability, trt.ComputeCapability.CURRENT), i)
-        ]
-        if refused:
-            raise EngineError(f"{library}: refuses compute capability {', '.join(refused)}")
+        for i, capability in enumerate(options.compute_capabilities):
+            if not config.set_compute_capability(known.get(capability, trt.ComputeCapability.CURRENT), i):
+                raise EngineError(f"{library}: refuses compute capability {capability}")
 
 
 def attach_timing_cache(library: Library, config: Any, directory: str) -> Path:
@@ -243,7 +230,7 @@ def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile]) ->
             raise EngineError(f"{network.subject}: cannot create a profile: {network.log.reason()}")
         for tensor in network.inputs:
             shapes = profile[tensor.name]
-            set_range = made.set_shape_input if tensor.is_shape_input else made.set_shape
+            set_range = made.set_shape_input if tensor.is_shape_tensor else made.set_shape
             set_range(tensor.name, shapes.min, shapes.opt, shapes.max)
         if not made or config.add_optimization_profile(made) != index:
             raise EngineError(f"{network.subject}: profile {index} is refused: {network.log.reason()}")

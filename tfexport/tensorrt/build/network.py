@@ -13,17 +13,6 @@ from tfexport._io.extras import install_command
 from tfexport.contract import GraphSpec
 from tfexport.errors import EngineError, raise_all
 from tfexport.tensorrt._library import Library, Log, without_noise
-from tfexport.tensorrt.config import Shape
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """An input or output of a network; free sizes are -1."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    is_shape_input: bool  # its values are sizes of other tensors
 
 
 @dataclass(frozen=True)
@@ -45,8 +34,8 @@ class Network:
     definition: Any  # INetworkDefinition
     builder: Any
     parser: Any  # owns the weights
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: list[Any]  # ITensor
+    outputs: list[Any]
     layers: Mapping[str, int]  # number of layers by type
 
     @property
@@ -95,8 +84,8 @@ def parse_graph(library: Library, graph: Graph) -> Network:
         definition=definition,
         builder=builder,
         parser=parser,
-        inputs=tuple(_tensor(library, definition.get_input(i)) for i in range(definition.num_inputs)),
-        outputs=tuple(_tensor(library, definition.get_output(i)) for i in range(definition.num_outputs)),
+        inputs=[definition.get_input(i) for i in range(definition.num_inputs)],
+        outputs=[definition.get_output(i) for i in range(definition.num_outputs)],
         layers=dict(sorted(Counter(layer.type.name for layer in layers).items())),
     )
 
@@ -105,7 +94,7 @@ def check_contract(network: Network, contract: GraphSpec) -> None:
     """Raise `EngineError` if a name or type differs from the contract."""
     problems = []
     for found, expected in ((network.inputs, contract.inputs), (network.outputs, contract.outputs)):
-        got = {tensor.name: tensor.dtype for tensor in found}
+        got = {tensor.name: network.library.dtype_name(tensor.dtype) for tensor in found}
         wanted: dict[str, str] = {tensor.name: tensor.dtype for tensor in expected}
         problems += [
             f"{name} is {got.get(name, 'missing')}, expected {wanted.get(name, 'nothing of this name')}"
@@ -119,10 +108,6 @@ def _describe(error: Any) -> str:
     node = " ".join(part for part in (error.node_operator(), repr(error.node_name())) if part.strip("'"))
     reason = f"{error.code().name} {without_noise(error.desc())}"
     return f"{node}: {reason}" if node else reason
-
-
-def _tensor(library: Library, tensor: Any) -> Tensor:
-    return Tensor(tensor.name, library.dtype_name(tensor.dtype), tuple(tensor.shape), bool(tensor.is_shape_tensor))
 
 
 def _attention(library: Library, layers: list[Any]) -> Iterator[Any]:

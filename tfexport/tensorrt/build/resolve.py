@@ -38,14 +38,9 @@ class ResolvedBuild:
     notes: tuple[str, ...]  # about choices that may be unexpected
 
     @property
-    def form(self) -> Form | None:
-        """Decoder variant; None for encoder-only bundles."""
-        return self.config.form
-
-    @property
     def graphs(self) -> tuple[str, ...]:
         """Names of the bundle's graphs that become plans."""
-        return (ENCODER,) if self.form is None else (ENCODER, DECODER[self.form])
+        return (ENCODER,) if self.config.form is None else (ENCODER, DECODER[self.config.form])
 
     @property
     def is_exported_again(self) -> bool:
@@ -85,7 +80,7 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
 
 
 def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:
-    """Create the graph of every plan; an empty `directory` receives files that the bundle lacks.
+    """Create the graph of every plan; `directory` receives files the bundle lacks.
 
     Raises:
         GraphError: a graph cannot be created.
@@ -97,17 +92,17 @@ def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[s
         from tfexport.export.write import write_precision
 
         (folder := directory / resolved.spec.precision).mkdir()
-        entries = write_precision(resolved.bundle, resolved.spec.precision, resolved.form, folder, report=report)
+        entries = write_precision(resolved.bundle, resolved.spec.precision, config.form, folder, report=report)
     if config.weights is not None:
         source = folder
         (folder := directory / config.weights).mkdir()
         entries = quantize_graphs(source, entries, folder, config.weights, report=report)
     files = {name: folder / entry.file for name, entry in entries.items()}
     graphs = [Graph(ENCODER, files[ENCODER].read_bytes(), files[ENCODER])]
-    if resolved.form is not None:
-        path = files[DECODER[resolved.form]]
-        for plan, capacity in decoder_plans(resolved.form, resolved.profiles.limits).items():
-            data = fix_capacity(path, capacity) if resolved.form == "static" else path.read_bytes()
+    if config.form is not None:
+        path = files[DECODER[config.form]]
+        for plan, capacity in decoder_plans(config.form, resolved.profiles.limits).items():
+            data = fix_capacity(path, capacity) if config.form == "static" else path.read_bytes()
             graphs.append(Graph(plan, data, path))
         graphs.append(Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx"))
     return graphs

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.contract import Form, ModelSpec
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedBatch
 from tfexport.runtime.session import Candidates, Ids, Limit, Limits, Mask, Prompts, close_up, in_order_of_id
+from tfexport.tensorrt.config import decoder_plans
 from tfexport.tensorrt.session._cache import BatchLayout, bucket
 from tfexport.tensorrt.session._replica import Replica, ReplicaPool
+from tfexport.tensorrt.session._resources import EngineSet
 
 
 class TrtBatch(CheckedBatch):
@@ -29,23 +30,13 @@ class TrtBatch(CheckedBatch):
     Concat variant: all rows have one length, so sources start together with prompts of equal length.
     """
 
-    def __init__(
-        self,
-        width: int,
-        spec: ModelSpec,
-        form: Form,
-        limits: Limits,
-        capacities: Sequence[int],
-        open_pool: Callable[[], ReplicaPool],
-    ) -> None:
-        """Create an empty batch.
-
-        `limits` are those of the engines, `spec` has those of the model. `open_pool` raises if the session is closed.
-        """
-        super().__init__(spec, width)
-        self.can_join = form == "static"
-        self._form, self._limits, self._open_pool = form, limits, open_pool
-        self._capacities = capacities
+    def __init__(self, width: int, engines: EngineSet, limits: Limits, open_pool: Callable[[], ReplicaPool]) -> None:
+        """Create an empty batch; `open_pool` raises if the session is closed."""
+        assert engines.form is not None
+        super().__init__(engines.spec, width)
+        self.can_join = engines.form == "static"
+        self._form, self._limits, self._open_pool = engines.form, limits, open_pool
+        self._capacities = tuple(decoder_plans(engines.form, engines.limits).values())
         self._layout = BatchLayout(0, width, 0, 0, np.empty(0, np.int64))
         self._source_mask: Mask = np.empty((0, 0), np.bool_)  # by source, not by slot
         self._replica: Replica | None = None

@@ -6,13 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Form, decoder_graph, key_value_names
 from tfexport.precision import FLOAT
 from tfexport.runtime.session import Ids
+from tfexport.tensorrt.config import Shape
 from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, CudaGraphRunner, LruCache
 from tfexport.tensorrt.session._resources import ITEM_BYTES, DeviceResources, bytes_of, shape_of
 
@@ -62,7 +63,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class _Recorded:
-    contexts: Mapping[int, Context]  # by row width
+    context: Context
     runner: CudaGraphRunner
 
     def close(self) -> None:
@@ -141,13 +142,13 @@ class Caches:
             pairs[widths[name]].append((name, twin))
         self._device.cuda.wait(self._order_was_read)
         self._order[: order.size] = order
-        if self._form == "static":
-            self._replay_reorder(pairs, order.size, (layout.num_rows, layout.capacity, self.side))
-        else:
-            self._upload_order(order.size)
-            for width, group in pairs.items():
-                self._bind(self._context, width, order.size)
-                self._gather(self._context, group)
+        for width, group in pairs.items():
+            shapes = {CACHE: (order.size, width), ORDER: order.shape}
+            if self._form == "static":
+                self._replay(group, shapes, (layout.num_rows, layout.capacity, self.side, width))
+            else:
+                self._context.bind(shapes, {ORDER: self._device.memory[ORDER]})
+                self._gather(self._context, group, order.size)
         self._device.cuda.record(self._order_was_read, self._device.stream)
         self.exchange()
 
@@ -172,36 +173,21 @@ class Caches:
         dims = {"batch": 1, "rows": 1, **lengths}
         return {name: math.prod(shape_of(self._tensors[name], dims)) for name in names}
 
-    def _replay_reorder(self, pairs: Mapping[int, Sequence[Pair]], num_rows: int, key: tuple[int, ...]) -> None:
+    def _replay(self, pairs: Sequence[Pair], shapes: Mapping[str, Shape], key: tuple[int, ...]) -> None:
         device = self._device
 
-        def record() -> _Recorded:
-            contexts = {width: device.context(REORDER, use="be captured") for width in pairs}
-            for width, context in contexts.items():
-                self._bind(context, width, num_rows)
-            return _Recorded(contexts, CudaGraphRunner(device.cuda, device.stream, device.engines.capture))
+        def make() -> _Recorded:
+            context = device.context(REORDER, use="be captured")
+            context.bind(shapes, {ORDER: device.memory[ORDER]})
+            return _Recorded(context, CudaGraphRunner(device.cuda, device.stream, device.engines.capture_failed))
 
-        recorded = self._recorded.get(key, record)
+        recorded = self._recorded.get(key, make)
+        queue = partial(self._gather, recorded.context, pairs, *shapes[ORDER])
+        recorded.runner.run(REORDER, queue, lambda: recorded.context.can_be_captured(device.stream))
 
-        def queue() -> None:
-            self._upload_order(num_rows)
-            for width, group in pairs.items():
-                self._gather(recorded.contexts[width], group)
-
-        def can_capture() -> bool:
-            return all(context.can_be_captured(device.stream) for context in recorded.contexts.values())
-
-        recorded.runner.run(REORDER, queue, can_capture)
-
-    def _upload_order(self, num_rows: int) -> None:
-        self._device.cuda.upload(self._device.memory[ORDER], self._order[:num_rows], self._device.stream)
-
-    def _bind(self, context: Context, width: int, num_rows: int) -> None:
-        shapes = {CACHE: (num_rows, width), ORDER: (num_rows,)}
-        context.bind(shapes, {ORDER: self._device.memory[ORDER]})
-
-    def _gather(self, context: Context, pairs: Sequence[Pair]) -> None:
-        memory = self._device.memory
+    def _gather(self, context: Context, pairs: Sequence[Pair], num_rows: int) -> None:
+        memory, stream = self._device.memory, self._device.stream
+        self._device.cuda.upload(memory[ORDER], self._order[:num_rows], stream)
         for source, target in pairs:
             context.place({CACHE: memory[source], REORDERED: memory[target]})
-            context.run(self._device.stream)
+            context.run(stream)

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from tfexport.contract import GraphSpec
 from tfexport.errors import BackendError, raise_all
 from tfexport.tensorrt._kernels import KernelStore
-from tfexport.tensorrt.config import Shape
+from tfexport.tensorrt.config import Shape, num_profiles
 from tfexport.tensorrt.cuda import Cuda, Graph
 
 # Shapes change between runs; shapes stay and `CudaGraphRunner` captures them; shapes stay and the library does.
@@ -40,15 +40,15 @@ class Engine:
         self._kernels: Any = None  # an `IRuntimeCache`, from the first context on
         self._lock = threading.Lock()
 
-    def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
+    def check(self, contract: GraphSpec, aliases: Mapping[str, str]) -> None:
         """Raise `BackendError` if tensors, profiles or aliases (output: input) differ."""
         engine = self._engine
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
         problems = [f"has {name}, which the graph does not have" for name in sorted(found - wanted)]
         problems += [f"lacks {name}" for name in sorted(wanted - found)]
-        if engine.num_optimization_profiles != num_profiles:
-            problems.append(f"has {engine.num_optimization_profiles} profiles, expected {num_profiles}")
+        if engine.num_optimization_profiles != num_profiles(self.name):
+            problems.append(f"has {engine.num_optimization_profiles} profiles, expected {num_profiles(self.name)}")
         if not problems and hasattr(engine, "get_aliased_input_tensor"):
             problems += [
                 f"does not write {output} into the memory of {source}"
@@ -63,8 +63,7 @@ class Engine:
             if hasattr(self._engine, name):
                 return int(getattr(self._engine, name)(profile))
         # The older property has only 32 bits.
-        whole = "device_memory_size_v2" if hasattr(self._engine, "device_memory_size_v2") else "device_memory_size"
-        return int(getattr(self._engine, whole))
+        return int(getattr(self._engine, "device_memory_size_v2", None) or self._engine.device_memory_size)
 
     def largest_shape(self, name: str, profile: int) -> Shape:
         return tuple(self._engine.get_tensor_profile_shape(name, profile)[2])
@@ -119,9 +118,8 @@ class Context:
         self.name, self._context, self._reason = name, context, reason
 
     def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shape of every input and the address of every tensor, which is on the host for shape inputs."""
-        # Shapes can depend on a value that is stored at an address, so the addresses come first.
-        self.place(addresses)
+        """Set shapes of inputs and addresses, which are on the host for shape inputs."""
+        self.place(addresses)  # first, because shapes can depend on a value that is stored at an address
         for name, shape in shapes.items():
             if not self._context.set_input_shape(name, shape):
                 spelled = "x".join(map(str, shape))
@@ -158,38 +156,26 @@ class Context:
         return is_capturable is None or bool(is_capturable(stream))
 
 
-class CaptureSwitch:
-    """Turns off CUDA graphs for a whole session after the first failed capture."""
-
-    def __init__(self) -> None:
-        self.is_on = True
-
-    def switch_off(self, reason: BackendError) -> None:
-        if self.is_on:
-            self.is_on = False
-            _log.warning("trt: decoding goes on without CUDA graphs, so steps take longer: %s", reason)
-
-
 class CudaGraphRunner:
     """Queues repeated calls on one stream, from the second run on as a CUDA graph.
 
-    The first run is not captured, because engines then prepare for their shapes, which a capture does not allow. If a
-    capture fails, calls are queued one by one.
+    The first run is not captured, because engines then prepare for their shapes, which a capture does not allow. After
+    a failed capture, all runners of the session queue their calls one by one.
     """
 
-    def __init__(self, cuda: Cuda, stream: int, switch: CaptureSwitch) -> None:
-        self._cuda, self._stream, self._switch = cuda, stream, switch
+    def __init__(self, cuda: Cuda, stream: int, has_failed: threading.Event) -> None:
+        self._cuda, self._stream, self._has_failed = cuda, stream, has_failed
         self._captures: bool | None = None
         self._graphs: dict[str, Graph] = {}
 
     def run(self, name: str, queue: Callable[[], None], can_capture: Callable[[], bool]) -> None:
-        """Call `queue`, or launch the graph that was captured from it; equal names mean equal calls.
+        """Call `queue` or launch its graph; equal names mean equal calls.
 
         `queue` must neither wait nor allocate; it is called again if its capture fails. `can_capture` is called once,
         after the first run. It is not stored, because the reference cycle would keep contexts alive until the garbage
         collector frees them, possibly during a capture.
         """
-        if self._captures and name not in self._graphs and self._switch.is_on:
+        if self._captures and name not in self._graphs and not self._has_failed.is_set():
             self._capture(name, queue)
         if name in self._graphs:
             self._cuda.launch(self._graphs[name], self._stream)
@@ -207,10 +193,11 @@ class CudaGraphRunner:
         try:
             with self._cuda.capture(self._stream) as graph:
                 queue()
-        except BackendError as error:
-            self._switch.switch_off(error)
-        else:
             self._graphs[name] = graph
+        except BackendError as error:
+            if not self._has_failed.is_set():
+                self._has_failed.set()
+                _log.warning("trt: decoding goes on without CUDA graphs, so steps take longer: %s", error)
 
 
 class _Closable(Protocol):
@@ -221,7 +208,7 @@ T = TypeVar("T", bound=_Closable)
 
 
 class LruCache(Generic[T]):
-    """The `most` recently used items; calls `before_close` before it closes an item."""
+    """The `most` recently used items; calls `before_close` before closing one."""
 
     def __init__(self, most: int, before_close: Callable[[], None]) -> None:
         self._most, self._before_close = most, before_close

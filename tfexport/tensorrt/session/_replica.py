@@ -10,17 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tfexport.contract import (
-    ENCODER,
-    HIDDEN_STATES,
-    LOGITS,
-    SOURCE_IDS,
-    SOURCE_MASK,
-    TARGET_IDS,
-    Form,
-    decoder_graph,
-    encoder_graph,
-)
+from tfexport.contract import ENCODER, HIDDEN_STATES, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, Form, encoder_graph
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
@@ -90,12 +80,10 @@ class Decoder:
 
     def __init__(self, device: DeviceResources, form: Form) -> None:
         self._device, self._form = device, form
-        spec, largest = device.engines.spec, Sizes.largest(device.engines.limits)
-        given, found = (layout.itemsize for layout in largest.packed(spec, form))
-        logits = next(tensor for tensor in decoder_graph(spec, form).outputs if tensor.name == LOGITS)
-        device.memory.reserve({GIVEN: given, FOUND: found, LOGITS: bytes_of(logits, largest.dims(0))})
-        self._ios = StepIO(device, given, found), StepIO(device, given, found)
-        self._overlapped = OverlappedStep(self._ios)
+        sizes = Sizes.largest(device.engines.limits).buffer_bytes(device.engines.spec, form)
+        device.memory.reserve(sizes)
+        self._ios = StepIO(device, sizes[GIVEN], sizes[FOUND]), StepIO(device, sizes[GIVEN], sizes[FOUND])
+        self.overlapped = OverlappedStep(self._ios)
         self._contexts: dict[tuple[str, int], Context] = {}
         self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)
         self.caches = Caches(device, form)
@@ -124,18 +112,15 @@ class Decoder:
             io = self._run_once(step, ids, past)
         else:
             step = self._steps.get((sizes, self.caches.side), lambda: self._graph_step(sizes))
-            io = self._overlapped.run(step, ids, rows, past)
+            io = self.overlapped.run(step, ids, rows, past)
         return step.candidates(io, rows, num_candidates)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
         """Queue a reorder: row r becomes row order[r]."""
-        self.drop()
+        self.overlapped.drop()
         if self._device.memory.reserve(self.caches.twin_sizes(layout)):
             self.forget()
         self.caches.reorder(layout, order, past_len)
-
-    def drop(self) -> None:
-        self._overlapped.drop()
 
     def forget(self) -> None:
         """Free CUDA graphs whose addresses are or soon will be invalid."""
@@ -158,7 +143,7 @@ class Decoder:
         return decoder_plan(self._form, capacity, self._device.engines.limits)
 
     def _run_once(self, step: Step, ids: Ids, lengths: Ids) -> StepIO:
-        self._overlapped.drop()
+        self.overlapped.drop()
         io = self._ios[0]
         step.feed(io, ids, lengths)
         io.wait()
@@ -183,13 +168,8 @@ class Replica:
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder; the bundle must have one."""
         assert self._decoder
         return self._decoder
-
-    @property
-    def num_bytes(self) -> int:
-        return self._device.memory.num_bytes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -203,9 +183,9 @@ class Replica:
             raise
 
     def rearrange(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Queue the change from one layout to another; `copies` move sources to their new slots."""
+        """Queue the change to another layout; `copies` move sources to new slots."""
         held = replace(before, size=max(before.size, after.size))
-        self.decoder.drop()
+        self.decoder.overlapped.drop()
         self._reserve(held, after)
         self.decoder.caches.copy_slots(held, copies, past_len)
         if before.slots.size:
@@ -261,24 +241,23 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(replica.num_bytes for replica in list(self._replicas))
+        return sum(replica._device.memory.num_bytes for replica in list(self._replicas))
 
     def take(self, key: Key) -> Replica:
         """Return a free replica, preferably of the same key, or make one."""
         with self._lock:
             free = [self._free.pop() for _ in range(len(self._free))]
-            usable = [replica for replica in free if not replica.is_broken]
-            chosen = next((replica for replica in usable if replica.key == key), usable[0] if usable else None)
-            spare = [replica for replica in usable if replica is not chosen][:MAX_FREE_REPLICAS]
-            self._free.extendleft(spare)
+            usable = sorted((replica for replica in free if not replica.is_broken), key=lambda one: one.key != key)
+            remaining = usable[: 1 + MAX_FREE_REPLICAS]
+            self._free.extendleft(remaining[1:])
             for replica in free:
-                if replica is not chosen and replica not in spare:
+                if replica not in remaining:
                     self._replicas.remove(replica)
                     replica.close()
-            if chosen is None:
-                chosen = Replica(self._engines)
-                self._replicas.append(chosen)
-            return chosen
+            if not remaining:
+                remaining = [Replica(self._engines)]
+                self._replicas += remaining
+            return remaining[0]
 
     def give_back(self, replica: Replica) -> None:
         self._free.append(replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from tfexport.errors import BackendError
 from tfexport.precision import DType
 from tfexport.tensorrt.config import STEP, EngineLimits, Shape
 from tfexport.tensorrt.cuda import Cuda
-from tfexport.tensorrt.session._engine import CaptureSwitch, Context, Engine, Use
+from tfexport.tensorrt.session._engine import Context, Engine, Use
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -71,7 +72,7 @@ class Memory:
         return self._addresses[name]
 
     def reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Make room; return whether a buffer moved, so that CUDA graphs with its address are invalid."""
+        """Make room; return whether a buffer moved, which invalidates CUDA graphs."""
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, -1)}
         is_reallocated = not self._addresses.keys().isdisjoint(short)
         for name, size in short.items():
@@ -109,7 +110,7 @@ class EngineSet:
     form: Form | None
     limits: EngineLimits
     cuda: Cuda
-    capture: CaptureSwitch = field(default_factory=CaptureSwitch)
+    capture_failed: threading.Event = field(default_factory=threading.Event)
 
 
 class DeviceResources:
@@ -126,7 +127,7 @@ class DeviceResources:
         self._owned = ExitStack()
         try:
             most = max(engine.activation_bytes(STEP) for engine in engines.engines.values())
-            self.memory.reserve({_activations(STEP): most})
+            self.memory.reserve({f"activations {STEP}": most})
         except BackendError:
             self.close()
             raise
@@ -137,8 +138,8 @@ class DeviceResources:
         return made
 
     def lend_activations(self, context: Context, engine: str, profile: int) -> None:
-        """Set a context's memory for activations, which may have moved, except that of a step."""
-        name, num_bytes = _activations(profile), self.engines.engines[engine].activation_bytes(profile)
+        """Set the activation memory, which may have moved, except that of a step."""
+        name, num_bytes = f"activations {profile}", self.engines.engines[engine].activation_bytes(profile)
         self.memory.reserve({name: num_bytes})
         context.use_memory(self.memory[name], num_bytes)
 
@@ -161,7 +162,3 @@ class DeviceResources:
         self.memory.close()
         self._owned.close()
         self.cuda.destroy_stream(self.stream)
-
-
-def _activations(profile: int) -> str:
-    return f"activations {profile}"

@@ -11,6 +11,7 @@ from tfexport.contract import (
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
     LOG_NORMALIZER,
+    LOGITS,
     NUM_CANDIDATES,
     TARGET_IDS,
     Form,
@@ -20,7 +21,7 @@ from tfexport.contract import (
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.tensorrt.config import EngineLimits
 from tfexport.tensorrt.session._engine import Context, CudaGraphRunner
-from tfexport.tensorrt.session._resources import Bytes, DeviceResources, offsets, packed, part, shape_of
+from tfexport.tensorrt.session._resources import ITEM_BYTES, Bytes, DeviceResources, offsets, packed, part, shape_of
 
 # Device buffers for the inputs from the host and the outputs to the host.
 GIVEN, FOUND = "given", "found"
@@ -33,7 +34,7 @@ _ITEM = np.dtype(np.int64).itemsize
 
 
 class StepIO:
-    """Pinned buffers of a step, which belong to the device from the launch until `wait`."""
+    """Pinned buffers of a step; the device owns them from the launch until `wait`."""
 
     def __init__(self, device: DeviceResources, given: int, found: int) -> None:
         self.given: Bytes = device.pinned(given, np.uint8)
@@ -74,6 +75,11 @@ class Sizes:
         given, found = ([tensors[name] for name in names if name in tensors] for names in (_GIVEN, _FOUND))
         return packed(given, dims), packed(found, dims)
 
+    def buffer_bytes(self, spec: ModelSpec, form: Form) -> dict[str, int]:
+        given, found = self.packed(spec, form)
+        logits = self.rows * spec.vocab * ITEM_BYTES["float32"]
+        return {GIVEN: given.itemsize, FOUND: found.itemsize, LOGITS: logits}
+
 
 class Step:
     """A step of one shape in one replica.
@@ -95,7 +101,7 @@ class Step:
         self.sizes, self._form = sizes, form
         self.given, self.found = sizes.packed(device.engines.spec, form)
         self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
-        self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture)
+        self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture_failed)
         # Shapes depend on it, so the library reads it on the host at every run.
         self._num_candidates = np.array([sizes.num_candidates], np.int64)
         self._bind()
@@ -188,7 +194,7 @@ class OverlappedStep:
         self._taken = 0  # consecutive steps whose best tokens were used
 
     def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
-        """Run a step of one token per row, and start the next one if it is likely to be used.
+        """Run a step of one token per row; start the next one if it will likely be used.
 
         The host reads only the rows `read`; `lengths` are 0 in all others. The result is valid until the next call.
         """

@@ -15,14 +15,7 @@ from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt._library import Library
-from tfexport.tensorrt.config import (
-    EngineLimits,
-    cache_aliases,
-    decoder_plans,
-    num_profiles,
-    plan_contract,
-    plan_names,
-)
+from tfexport.tensorrt.config import EngineLimits, cache_aliases, plan_contract, plan_names
 from tfexport.tensorrt.cuda import Cuda, need_gpu
 from tfexport.tensorrt.session._batch import TrtBatch, check_limit
 from tfexport.tensorrt.session._engine import Engine
@@ -94,19 +87,17 @@ class TrtSession(CheckedSession):
             if plan not in engines:
                 raise BackendError(f"trt: engine {plan} is missing; build it with tfexport trt BUNDLE --force")
             made[plan] = Engine(plan, engines[plan], library.trt, reason, kernels)
-            made[plan].check(plan_contract(plan, spec, form), num_profiles(plan), cache_aliases(plan, spec, form))
-        self._engines, self._kernels = made, kernels
-        self._capacities = tuple(decoder_plans(form, limits).values())
+            made[plan].check(plan_contract(plan, spec, form), cache_aliases(plan, spec, form))
+        self._engines, self._kernels = EngineSet(made, spec, form, limits, cuda), kernels
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
         self.limits = _limits(spec, limits)
-        self._model = spec
         self.spec = dataclasses.replace(
             spec,
             max_source_length=min(spec.max_source_length, limits.max_source_length),
             max_target_length=min(spec.max_target_length, limits.max_target_length),
         )
-        self._pool: ReplicaPool | None = ReplicaPool(EngineSet(made, spec, form, limits, cuda))
+        self._pool: ReplicaPool | None = ReplicaPool(self._engines)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Return the encoder's output, float32 [batch, source_len, d_model]."""
@@ -124,7 +115,7 @@ class TrtSession(CheckedSession):
         pool, self._pool = self._pool, None
         if pool:
             if self._kernels:
-                compiled = {name: engine.kernels() for name, engine in self._engines.items()}
+                compiled = {name: engine.kernels() for name, engine in self._engines.engines.items()}
                 self._kernels.write({name: kernels for name, kernels in compiled.items() if kernels is not None})
             pool.close()
 
@@ -138,8 +129,7 @@ class TrtSession(CheckedSession):
         return self._pool
 
     def _batch(self, width: int) -> TrtBatch:
-        assert self.form is not None
-        return TrtBatch(width, self._model, self.form, self.limits, self._capacities, self._open_pool)
+        return TrtBatch(width, self._engines, self.limits, self._open_pool)
 
     def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         pool = self._open_pool()
@@ -153,9 +143,7 @@ class TrtSession(CheckedSession):
 
 def _limits(spec: ModelSpec, limits: EngineLimits) -> Limits:
     # If a length is the limit of the bundle, the remedy is another bundle, not other engines.
-
-    def build(option: str) -> str:
-        return f"build engines for more: tfexport trt BUNDLE {option}{{number}} --force"
+    build = "build engines for more: tfexport trt BUNDLE {}{{number}} --force".format
 
     def length(side: str, engines: int, bundle: int) -> Limit:
         remedy = build(f"--max-{side}-length ") if engines < bundle else LONGER.format(side)
