@@ -23,12 +23,12 @@ class Step:
 
     def __init__(self, cuda: CudaDouble, stream: int, capacity: int, num_candidates: int = 1) -> None:
         self.sizes, self.cuda, self.stream = Sizes(2, 2, 1, 1, num_candidates, capacity), cuda, stream
-        self.given, self.found = self.sizes.packed(SPEC, "static")
+        self.inputs, self.outputs = self.sizes.packed(SPEC, "static")
         self.calls: list[tuple[str, list[int], int]] = []
         self.newest = np.zeros(2, np.int64)
 
     def feed(self, io: StepIO, target_ids: np.ndarray, lengths: np.ndarray) -> None:
-        given = part(io.given, self.given, TARGET_IDS)
+        given = part(io.inputs, self.inputs, TARGET_IDS)
         given[:, 0] = target_ids
         self._queue("feed", io, lengths, given[:, 0].copy)
 
@@ -36,17 +36,18 @@ class Step:
         self._queue(f"follow {number}", io, lengths, lambda: self.newest)
 
     def best(self, io: StepIO) -> np.ndarray:
-        return part(io.found, self.found, CANDIDATE_IDS)[:, 0].copy()
+        return part(io.outputs, self.outputs, CANDIDATE_IDS)[:, 0].copy()
 
     def _queue(self, name: str, io: StepIO, lengths: np.ndarray, read: Any) -> None:
         self.calls.append((name, lengths.tolist(), id(io)))
-        queued, given = part(io.given, self.given, CACHE_LENGTHS), lengths.copy()
+        queued, expected = part(io.inputs, self.inputs, CACHE_LENGTHS), lengths.copy()
         queued[:] = lengths
 
         def work() -> None:
-            assert (queued == given).all(), "the step I/O was written while it was in use"
+            assert (queued == expected).all(), "the step I/O was written while it was in use"
             self.newest = read() + 1
-            part(io.found, self.found, CANDIDATE_IDS)[:] = self.newest[:, None] + np.arange(self.sizes.num_candidates)
+            ids = self.newest[:, None] + np.arange(self.sizes.num_candidates)
+            part(io.outputs, self.outputs, CANDIDATE_IDS)[:] = ids
 
         self.cuda.enqueue(self.stream, work)
         io.record(self.stream)
@@ -95,5 +96,5 @@ def test_several_candidates_overlap_after_the_best_was_used_for_a_while(cuda: Cu
     assert [name for name, *_ in step.calls][SURE_AFTER:] == ["feed", "follow 1", "follow 0", "follow 1"]
     assert ids.tolist() == [10 + SURE_AFTER + 3, 20 + SURE_AFTER + 3]
     found = runner.run(step, ids + ints(0, 2), READ, ints(SURE_AFTER + 3, SURE_AFTER + 3))
-    assert step.best(found).tolist() == [ids[0] + 1, ids[1] + 3], "one row takes another: the step is fed"
+    assert step.best(found).tolist() == [ids[0] + 1, ids[1] + 3], "one row has another token: the step is fed"
     assert [name for name, *_ in step.calls][-1] == "feed", "and the next one is not begun"

@@ -74,10 +74,10 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     bound = {bound: _bind(bound, config, dims, problems) for bound in _BOUNDS}
     ranges = _ranges(spec, form, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
     _follow(bound)
-    given = {name for sizes in bound.values() for name in sizes}
-    for name in given & ranges.keys():
+    overridden = {name for sizes in bound.values() for name in sizes}
+    for name in overridden & ranges.keys():
         ranges[name] = _override(ranges[name], {b: sizes[name] for b, sizes in bound.items() if name in sizes})
-    problems += _range_problems(spec, ranges, given)
+    problems += _range_problems(spec, ranges, overridden)
     raise_all(ConfigError, "engine", problems)
     if spec.has_decoder:
         ranges["width"] = _widths(spec, limits.max_target_length, ranges)
@@ -99,11 +99,11 @@ def _limit_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[s
             problems.append(f"{name} is {wanted}, the bundle has {most}; {remedy}")
     if config.capacities:
         most = config.max_target_length or spec.max_target_length
-        given = f"capacities are {', '.join(map(str, config.capacities))}"
+        listed = f"capacities are {', '.join(map(str, config.capacities))}"
         if not spec.has_decoder or form != "static":
-            problems.append(f"{given}, which are only for static decoders; leave them out")
+            problems.append(f"{listed}, which are only for static decoders; leave them out")
         elif config.capacities[-1] > most:
-            problems.append(f"{given}, expected at most max_target_length, {most}")
+            problems.append(f"{listed}, expected at most max_target_length, {most}")
     return problems
 
 
@@ -197,20 +197,20 @@ def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str,
 def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
     # Each of `batch` and `rows` defaults to the other; `new_rows` always equals `rows`.
     for sizes in bound.values():
-        for given, other in (("batch", "rows"), ("rows", "batch")):
-            if given in sizes:
-                sizes.setdefault(other, sizes[given])
+        for one, other in (("batch", "rows"), ("rows", "batch")):
+            if one in sizes:
+                sizes.setdefault(other, sizes[one])
         if "rows" in sizes:
             sizes["new_rows"] = sizes["rows"]
 
 
-def _override(size: Range, given: Mapping[Bound, int]) -> Range:
+def _override(size: Range, bounds: Mapping[Bound, int]) -> Range:
     # An `opt` size that is not set is clamped to the bounds.
-    least, most = given.get("min", size.min), given.get("max", size.max)
-    return Range(least, given.get("opt", min(max(size.opt, least), most)), most)
+    least, most = bounds.get("min", size.min), bounds.get("max", size.max)
+    return Range(least, bounds.get("opt", min(max(size.opt, least), most)), most)
 
 
-def _range_problems(spec: ModelSpec, ranges: Mapping[str, Range], given: set[str]) -> list[str]:
+def _range_problems(spec: ModelSpec, ranges: Mapping[str, Range], overridden: set[str]) -> list[str]:
     most = {
         "source_len": (spec.max_source_length, "the bundle has"),
         "target_len": (spec.max_target_length, "the bundle has"),
@@ -219,7 +219,7 @@ def _range_problems(spec: ModelSpec, ranges: Mapping[str, Range], given: set[str
     }
     problems = []
     for name, size in ranges.items():
-        if name in given and name != "new_rows":
+        if name in overridden and name != "new_rows":
             if size.min not in _LEAST.get(name, (1,)):
                 least = " or ".join(map(str, _LEAST.get(name, (1,))))
                 problems.append(f"{name} begins at {size.min}, expected {least}, the smallest that a session uses")

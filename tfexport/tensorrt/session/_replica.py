@@ -17,7 +17,7 @@ from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
 from tfexport.tensorrt.session._cache import BatchLayout, Caches, SlotCopy, bucket
 from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, LruCache
 from tfexport.tensorrt.session._resources import DeviceResources, EngineSet, bytes_of, shape_of
-from tfexport.tensorrt.session._step import FOUND, GIVEN, OverlappedStep, Sizes, Step, StepIO
+from tfexport.tensorrt.session._step import INPUTS, OUTPUTS, OverlappedStep, Sizes, Step, StepIO
 
 # Free replicas to keep for later batches; the memory of others is freed.
 MAX_FREE_REPLICAS = 4
@@ -82,7 +82,7 @@ class Decoder:
         self._device, self._form = device, form
         sizes = Sizes.largest(device.engines.limits).buffer_bytes(device.engines.spec, form)
         device.memory.reserve(sizes)
-        self._ios = StepIO(device, sizes[GIVEN], sizes[FOUND]), StepIO(device, sizes[GIVEN], sizes[FOUND])
+        self._ios = StepIO(device, sizes[INPUTS], sizes[OUTPUTS]), StepIO(device, sizes[INPUTS], sizes[OUTPUTS])
         self.overlapped = OverlappedStep(self._ios)
         self._contexts: dict[tuple[str, int], Context] = {}
         self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)

@@ -24,21 +24,21 @@ from tfexport.tensorrt.session._engine import Context, CudaGraphRunner
 from tfexport.tensorrt.session._resources import ITEM_BYTES, Bytes, DeviceResources, offsets, packed, part, shape_of
 
 # Device buffers for the inputs from the host and the outputs to the host.
-GIVEN, FOUND = "given", "found"
+INPUTS, OUTPUTS = "step inputs", "step outputs"
 # An unused early step costs a whole step; not starting one costs the host's time between two steps.
 SURE_AFTER = 8
 
-_GIVEN = (CACHE_LENGTHS, TARGET_IDS)
-_FOUND = (CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
+_INPUTS = (CACHE_LENGTHS, TARGET_IDS)
+_OUTPUTS = (CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
 _ITEM = np.dtype(np.int64).itemsize
 
 
 class StepIO:
     """Pinned buffers of a step; the device owns them from the launch until `wait`."""
 
-    def __init__(self, device: DeviceResources, given: int, found: int) -> None:
-        self.given: Bytes = device.pinned(given, np.uint8)
-        self.found: Bytes = device.pinned(found, np.uint8)
+    def __init__(self, device: DeviceResources, inputs: int, outputs: int) -> None:
+        self.inputs: Bytes = device.pinned(inputs, np.uint8)
+        self.outputs: Bytes = device.pinned(outputs, np.uint8)
         self._cuda, self._event = device.cuda, device.event()
 
     def record(self, stream: int) -> None:
@@ -72,13 +72,13 @@ class Sizes:
         """Return the layouts of the host's inputs, lengths first, and of the outputs."""
         graph, dims = decoder_graph(spec, form), self.dims(0)
         tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.outputs)}
-        given, found = ([tensors[name] for name in names if name in tensors] for names in (_GIVEN, _FOUND))
-        return packed(given, dims), packed(found, dims)
+        inputs, outputs = ([tensors[name] for name in names if name in tensors] for names in (_INPUTS, _OUTPUTS))
+        return packed(inputs, dims), packed(outputs, dims)
 
     def buffer_bytes(self, spec: ModelSpec, form: Form) -> dict[str, int]:
-        given, found = self.packed(spec, form)
+        inputs, outputs = self.packed(spec, form)
         logits = self.rows * spec.vocab * ITEM_BYTES["float32"]
-        return {GIVEN: given.itemsize, FOUND: found.itemsize, LOGITS: logits}
+        return {INPUTS: inputs.itemsize, OUTPUTS: outputs.itemsize, LOGITS: logits}
 
 
 class Step:
@@ -99,7 +99,7 @@ class Step:
         form = device.engines.form
         assert form is not None
         self.sizes, self._form = sizes, form
-        self.given, self.found = sizes.packed(device.engines.spec, form)
+        self.inputs, self.outputs = sizes.packed(device.engines.spec, form)
         self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
         self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture_failed)
         # Shapes depend on it, so the library reads it on the host at every run.
@@ -108,7 +108,7 @@ class Step:
 
     def feed(self, io: StepIO, target_ids: Ids, lengths: Ids) -> None:
         """Queue the step on tokens of the host; `lengths` are those in the caches, [rows]."""
-        part(io.given, self.given, TARGET_IDS)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
+        part(io.inputs, self.inputs, TARGET_IDS)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
@@ -120,12 +120,12 @@ class Step:
 
     def best(self, io: StepIO) -> Ids:
         """Return a copy of the best token of every row, int64 [rows]."""
-        found: Ids = part(io.found, self.found, CANDIDATE_IDS)[:, 0].copy()
-        return found
+        best: Ids = part(io.outputs, self.outputs, CANDIDATE_IDS)[:, 0].copy()
+        return best
 
     def candidates(self, io: StepIO, rows: Ids, wanted: int) -> Candidates:
         """Return copies of `wanted` candidates of rows, int64 [rows], after `io.wait`."""
-        ids, logits, totals = (part(io.found, self.found, name) for name in _FOUND)
+        ids, logits, totals = (part(io.outputs, self.outputs, name) for name in _OUTPUTS)
         return Candidates(ids[rows, :wanted], logits[rows, :wanted], totals[rows].reshape(-1))
 
     def close(self) -> None:
@@ -133,27 +133,27 @@ class Step:
 
     def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
         if self._form == "static":
-            part(io.given, self.given, CACHE_LENGTHS)[:] = lengths
+            part(io.inputs, self.inputs, CACHE_LENGTHS)[:] = lengths
         self._runner.run(name, lambda: self._queue(io, from_host=name == "feed"), self._can_capture)
         io.record(self._device.stream)
 
     def _queue(self, io: StepIO, *, from_host: bool) -> None:
         cuda, stream, memory = self._device.cuda, self._device.stream, self._device.memory
-        given, found = memory[GIVEN], memory[FOUND]
+        inputs, outputs = memory[INPUTS], memory[OUTPUTS]
         if from_host:
-            cuda.upload(given, io.given[: self.given.itemsize], stream)
+            cuda.upload(inputs, io.inputs[: self.inputs.itemsize], stream)
         else:
-            cuda.upload(given, io.given[: self.given[CACHE_LENGTHS].itemsize], stream)
-            tokens, best = given + offsets(self.given)[TARGET_IDS], found + offsets(self.found)[CANDIDATE_IDS]
+            cuda.upload(inputs, io.inputs[: self.inputs[CACHE_LENGTHS].itemsize], stream)
+            tokens, best = inputs + offsets(self.inputs)[TARGET_IDS], outputs + offsets(self.outputs)[CANDIDATE_IDS]
             cuda.copy_2d(tokens, _ITEM, best, _ITEM * self.sizes.num_candidates, self.sizes.rows, stream)
         self._context.run(stream)
-        cuda.download(io.found[: self.found.itemsize], found, stream)
+        cuda.download(io.outputs[: self.outputs.itemsize], outputs, stream)
 
     def _bind(self) -> None:
         memory, dims = self._device.memory, self.sizes.dims(self._past_len)
         graph = decoder_graph(self._device.engines.spec, self._form)
         addresses = {NUM_CANDIDATES: self._num_candidates.ctypes.data}
-        for buffer, layout in ((GIVEN, self.given), (FOUND, self.found)):
+        for buffer, layout in ((INPUTS, self.inputs), (OUTPUTS, self.outputs)):
             addresses |= {name: memory[buffer] + offset for name, offset in offsets(layout).items()}
         for tensor in (*graph.inputs, *graph.outputs):
             if tensor.name not in addresses:
@@ -191,7 +191,7 @@ class OverlappedStep:
         self._number = 0
         self._lengths: Ids = np.empty(0, np.int64)
         self._chosen: Ids = self._lengths  # best token of every row in the step before it
-        self._taken = 0  # consecutive steps whose best tokens were used
+        self._num_used = 0  # consecutive steps whose best tokens were used
 
     def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
         """Run a step of one token per row; start the next one if it will likely be used.
@@ -206,7 +206,7 @@ class OverlappedStep:
         self._step = None
         following = np.zeros_like(lengths)  # rows that are not read stay at 0
         following[read] = lengths[read] + 1
-        is_sure = step.sizes.num_candidates == 1 or self._taken >= SURE_AFTER
+        is_sure = step.sizes.num_candidates == 1 or self._num_used >= SURE_AFTER
         if is_sure and following.max() < step.sizes.capacity:
             step.follow(self._ios[other], following, other)
             self._step, self._number, self._lengths = step, other, following
@@ -217,7 +217,7 @@ class OverlappedStep:
     def drop(self) -> None:
         """Wait for a step that was started early and drop its tokens."""
         self._wait()
-        self._taken, self._chosen = 0, np.empty(0, np.int64)
+        self._num_used, self._chosen = 0, np.empty(0, np.int64)
 
     def _wait(self) -> None:
         if self._step is not None:
@@ -225,6 +225,6 @@ class OverlappedStep:
             self._step = None
 
     def _is_started(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> bool:
-        is_taken = self._chosen.size == target_ids.size and bool((target_ids[read] == self._chosen[read]).all())
-        self._taken = self._taken + 1 if is_taken else 0
-        return is_taken and self._step is step and bool((lengths[read] == self._lengths[read]).all())
+        is_used = self._chosen.size == target_ids.size and bool((target_ids[read] == self._chosen[read]).all())
+        self._num_used = self._num_used + 1 if is_used else 0
+        return is_used and self._step is step and bool((lengths[read] == self._lengths[read]).all())
