@@ -9,7 +9,7 @@ import dataclasses
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from tfexport.precision import Precision
 from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.build.builder import build_engine, resolve_options
-from tfexport.tensorrt.build.network import Graph, Network, parse_graph
+from tfexport.tensorrt.build.network import Graph, parse_graph
 from tfexport.tensorrt.config import EngineConfig, decoder_plans, default_capacities
 
 MIB = 1024 * 1024
@@ -41,11 +41,11 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 
 class Plan(NamedTuple):
     data: bytes
-    network: Network
+    layers: Mapping[str, int]
+    log: list[str]
 
 
 def shallow(config: TransformerConfig, layers: int = 1) -> TransformerConfig:
-    """Return a model of few layers a side and few tokens."""
     one = {
         side: dataclasses.replace(stack, layers=layers)
         for side in ("encoder", "decoder")
@@ -58,7 +58,6 @@ def shallow(config: TransformerConfig, layers: int = 1) -> TransformerConfig:
 
 @pytest.fixture
 def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bundle]:
-    """Export one model; it is gone afterwards, the large ones have gigabytes."""
     shared = {"fp32": "dates_bundle", "fp16": "dates_fp16"}
     if model == "dates" and precision in shared:
         yield open_bundle(request.getfixturevalue(shared[precision]))
@@ -92,10 +91,11 @@ def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> N
             graph = path.read_bytes()
         start = time.perf_counter()
         network = parse_graph(rtx, Graph(name, graph, path))
-        plan = Plan(build_engine(network, wanted, resolve_options(rtx, SETTINGS, None)), network)
+        data = build_engine(network, wanted, resolve_options(rtx, SETTINGS, None))
+        plan = Plan(data, network.layers, network.log.lines())
         print(
-            f"\n{spec.precision:5}{name:16}{sum(network.layers.values()):6} layers"
-            f"{network.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"
+            f"\n{spec.precision:5}{name:16}{sum(plan.layers.values()):6} layers"
+            f"{plan.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"
             f"{len(plan.data) / MIB:8.1f} MiB{time.perf_counter() - start:7.1f} s",
             end="",
         )
@@ -109,8 +109,8 @@ def fused(plan: Plan) -> int:
 
 def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
     spec = bundle.manifest.spec
-    assert plan.network.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
-    assert plan.network.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
+    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
+    assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
     if spec.precision != "fp32" and kernels(plan.data):
         # Self-attention and cross-attention of every layer, in the step and in the prefill.
         assert fused(plan) == 2 * 2 * spec.layers
@@ -144,9 +144,9 @@ def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: s
         build(rtx, bundle, form, plans)
     if precision != "fp32" and kernels(plans[ENCODER].data):
         assert fused(plans[ENCODER]) == config.encoder.layers
-    assert "KV_CACHE_UPDATE" not in plans[ENCODER].network.layers
+    assert "KV_CACHE_UPDATE" not in plans[ENCODER].layers
     if spec.has_decoder:
-        assert plans[REORDER].network.layers["GATHER"] == 1
+        assert plans[REORDER].layers["GATHER"] == 1
         check_decoder(plans.pop(DECODER["concat"]), bundle, "concat")
         decoders = [plan for name, plan in plans.items() if name not in (ENCODER, REORDER)]
         assert len(decoders) == len(default_capacities(spec.max_target_length))
@@ -165,6 +165,6 @@ def test_a_prefill_of_the_concat_form_is_fused_in_every_layer(rtx: Library, tmp_
     plans: dict[str, Plan] = {}
     build(rtx, bundle, "concat", plans)
     check_decoder(plans[DECODER["concat"]], bundle, "concat")
-    sizes = re.findall(r"Total Activation Memory: (\d+)", "\n".join(plans[DECODER["concat"]].network.log.lines()))
+    sizes = re.findall(r"Total Activation Memory: (\d+)", "\n".join(plans[DECODER["concat"]].log))
     assert len(sizes) == 2
     assert max(map(int, sizes)) < 100 * MIB
