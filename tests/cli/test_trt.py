@@ -173,7 +173,7 @@ def test_an_encoder_alone_gets_one_plan(tmp_path: Path) -> None:
     assert [tensor["name"] for tensor in manifest["plans"]["encoder"]["outputs"]] == ["hidden_states"]
     assert (manifest["config"]["form"], manifest["limits"]["max_target_length"]) == (None, 0)
     refused = run("trt", tmp_path / "bundle", *RTX, "--form", "static", "--max-target-length", "8")
-    assert "form is static, but an encoder alone has no decoder" in refused.stderr
+    assert "form is static, but an encoder-only bundle has no decoder" in refused.stderr
     assert "max_target_length is 8" in refused.stderr
 
 
