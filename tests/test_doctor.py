@@ -78,13 +78,13 @@ def test_two_distributions_of_onnxruntime_are_found(tmp_path: Path) -> None:
     assert "onnxruntime-gpu is 1.0, expected 1.30 or newer" in whats(found)
 
 
-def test_a_module_that_an_uninstall_left_hollow_is_found(tmp_path: Path) -> None:
+def test_a_module_without_its_native_library_is_found(tmp_path: Path) -> None:
     (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
     (tmp_path / "onnxruntime" / "__init__.py").touch()
     (tmp_path / "torch.py").write_text("raise ImportError")  # the real one takes seconds
     found = in_environment(tmp_path)
     ort = next(backend for backend in found["backends"] if backend["name"] == "ort")
-    assert ort["problem"] == "hollow: the module is there, its library is not"
+    assert ort["problem"] == "onnxruntime can be imported, but its native library is missing; install it again"
     repair = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install --force-reinstall 'tfexport[cpu]'"
     assert f"→ {repair}" in whats(found)
 

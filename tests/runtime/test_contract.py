@@ -25,7 +25,7 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.registry import Graphs, LoadOptions, get, registered
+from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, ScoresTokens, Session, close_up
 
 MakeSession = Callable[[Transformer], Session]
@@ -44,10 +44,7 @@ def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool =
 
 
 def toy_session(model: Transformer, once: Once) -> Session:
-    """Open a backend that only this test knows, through the registry."""
-    graphs, spec = exported(model, once)
-    with registered(TOY):
-        ((_, session),) = get("toy").load(LoadOptions()).parity_sessions(Graphs(graphs, spec), LoadOptions())
+    ((_, session),) = TOY.load(LoadOptions()).parity_sessions(Graphs(*exported(model, once)), LoadOptions())
     return session
 
 
@@ -189,7 +186,7 @@ def test_prompts_of_unequal_length(one: tuple[Session, Transformer]) -> None:
     lengths = [2, 1, 4, 4]
     batch = session.batch()
     if not batch.can_join:
-        with pytest.raises(InputError, match="form"):
+        with pytest.raises(InputError, match="concat"):
             batch.add(*source, [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)])
         return
     batch.add(*source, [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)])
@@ -269,7 +266,7 @@ def test_sources_join_while_others_are_decoded(session: Session, model: Transfor
     for position in range(2):
         batch.step(old[:, position], 1)
     if not batch.can_join:
-        with pytest.raises(InputError, match="form"):
+        with pytest.raises(InputError, match="concat"):
             batch.add(*late, new[:, :2].tolist())
         return
     prompts = [new[0, :2].tolist(), new[1, :1].tolist(), new[2, :3].tolist()]

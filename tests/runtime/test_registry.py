@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
 from tfexport.runtime.ort._providers import PlacementError
-from tfexport.runtime.registry import Backend, Graphs, LoadOptions, open_session, registered
+from tfexport.runtime.registry import Backend, Graphs, LoadOptions, open_session
 from tfexport.verify import VerifyConfig, verify_bundle
 
 ENCODER = {"encoder": GRAPHS["encoder"]}
@@ -33,10 +32,9 @@ TEXT, ISO = "le 14 juillet 1989", "1989-07-14"
 
 
 @pytest.fixture
-def toy() -> Iterator[Backend]:
-    with registered(TOY):
-        yield TOY
-    assert "toy" not in registry.names()
+def toy(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    monkeypatch.setitem(registry.BACKENDS, "toy", TOY)
+    return TOY
 
 
 def test_one_registration_makes_a_backend(toy: Backend, dates_bundle: Path) -> None:
@@ -162,10 +160,10 @@ def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
     assert [name for name, _ in ort.parity_sessions(Graphs.of(bundle), options)] == ["ort concat cuda"]
     loaded, verified = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert loaded == (
-        "ort: decoder_static.onnx: no kernel for Cast; the concat form runs instead; "
-        "update onnxruntime-gpu to 1.30 or newer for the static form"
+        "ort: decoder_static.onnx: no kernel for Cast; runs the concat decoder variant instead; "
+        "update onnxruntime-gpu to 1.30 or newer for the static one"
     )
-    assert verified == "ort: decoder_static.onnx: no kernel for Cast; the static form is not verified"
+    assert verified == "ort: decoder_static.onnx: no kernel for Cast; does not verify the static decoder variant"
     # A form requested by name is never replaced.
     with pytest.raises(PlacementError, match="no kernel for Cast"):
         open_session(bundle, dataclasses.replace(options, form="static"))
@@ -180,18 +178,22 @@ def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened
     bundle = make(tmp_path / "b")
     open_session(bundle, LoadOptions(backend="ort", threads=1))
     assert opened == ["static"]
-    with pytest.raises(BundleError, match="has no contrib form; export it with --forms concat,static,contrib"):
+    with pytest.raises(
+        BundleError, match="has no decoder variant contrib; export it with --forms concat,static,contrib"
+    ):
         open_session(bundle, LoadOptions(backend="ort", threads=1, form="contrib"))
 
 
 def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
     bundle = make_contrib(tmp_path / "b", ENCODER)
-    refusal = "has the contrib form alone, which runs on the CPU; for device cuda export it with --forms concat,static"
+    refusal = "has only the decoder variant contrib, which runs on the CPU; for device cuda export it with --forms"
     with pytest.raises(BundleError, match=refusal):
         open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda"))
     with pytest.raises(BundleError, match=refusal):
         list(ort.parity_sessions(Graphs.of(bundle), LoadOptions(device="cuda")))
-    with pytest.raises(BackendError, match="the contrib form runs on the CPU; for device cuda leave the form out"):
+    with pytest.raises(
+        BackendError, match="decoder variant contrib runs on the CPU only; for device cuda leave it out"
+    ):
         open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", form="contrib"))
 
 

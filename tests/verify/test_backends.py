@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import FORMATS
 from tfexport.runtime.eager import EagerBatch, EagerSession, load_eager_model
-from tfexport.runtime.registry import Graphs, LoadOptions, get, registered
+from tfexport.runtime.registry import BACKENDS, Graphs, LoadOptions, get
 from tfexport.runtime.session import Candidates, Floats, Limit, Session
 from tfexport.tensorrt.session import session as backend
 from tfexport.tensorrt.session._batch import TrtBatch
@@ -46,7 +47,7 @@ def bundle(variant: Callable[[str], Path]) -> Path:
 @pytest.fixture(autouse=True)
 def _no_library() -> Iterator[None]:
     """Let engines be opened where TensorRT is not installed: all here are doubles."""
-    with registered(dataclasses.replace(get("trt"), requirements=())):
+    with patch.dict(BACKENDS, trt=dataclasses.replace(get("trt"), requirements=())):
         yield
 
 

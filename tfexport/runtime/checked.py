@@ -10,6 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, InputError
@@ -38,13 +39,13 @@ class CheckedSession(ABC):
         """Return the encoder's output, float32 [batch, source_len, d_model]."""
         self._check_open()
         if self.spec.has_decoder:
-            raise BackendError(f"{self.backend}: this model has a decoder and gives no hidden states; use generate")
+            raise BackendError(f"{self.backend}: this model has a decoder and returns no hidden states; use generate")
         _check_source(self.spec, source_ids, source_mask)
         return self._hidden_states(source_ids, source_mask)
 
     @abstractmethod
     def close(self) -> None:
-        """Free the session's memory; it cannot be used afterwards."""
+        """Free the session's memory."""
 
     @property
     @abstractmethod
@@ -72,11 +73,9 @@ class CheckedAligner(CheckedSession):
         if not self.has_alignment:
             raise BackendError(NO_ALIGNMENT)
         _check_source(self.spec, source_ids, source_mask)
-        sources = len(source_ids)
-        if target_ids.ndim != 2 or target_ids.dtype != np.int64 or len(target_ids) != sources or target_ids.size == 0:
-            raise InputError(
-                f"target_ids is {target_ids.dtype} {target_ids.shape}, expected int64 [{sources}, target_len]"
-            )
+        sources, shape = len(source_ids), target_ids.shape
+        if len(shape) != 2 or target_ids.dtype != np.int64 or shape[0] != sources or target_ids.size == 0:
+            raise InputError(f"target_ids is {target_ids.dtype} {shape}, expected int64 [{sources}, target_len]")
         _check_prompts(self.spec, sources, target_ids.tolist())
         return self._align(source_ids, source_mask, target_ids)
 
@@ -109,18 +108,14 @@ class CheckedBatch(ABC):
         """Continue row rows[r] as row r."""
         lengths, width = self.lengths, self.width
         if rows.shape != lengths.shape or (rows // width).tobytes() != _owners(lengths.size, width):
-            raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
+            raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of its own source")
         self._reorder(rows)
 
     def remove(self, sources: Ids) -> None:
         """Remove sources."""
-        num_sources = self.lengths.size // self.width
-        if (
-            sources.ndim != 1
-            or np.unique(sources).size != sources.size
-            or (sources.size and not 0 <= sources.min() <= sources.max() < num_sources)
-        ):
-            raise InputError(f"sources is {sources.tolist()}, expected some of 0 … {num_sources - 1}, each once")
+        num_sources, listed = self.lengths.size // self.width, sources.tolist()
+        if sources.ndim != 1 or len(set(listed)) < len(listed) or not set(listed) <= set(range(num_sources)):
+            raise InputError(f"sources is {listed}, expected some of 0 … {num_sources - 1}, each once")
         self._remove(sources)
 
     @abstractmethod
@@ -155,48 +150,42 @@ def _check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
     if source_ids.ndim != 2 or source_ids.dtype != np.int64 or source_ids.size == 0:
         raise InputError(f"source_ids is {source_ids.dtype} {source_ids.shape}, expected int64 [batch, source_len]")
     if source_mask.shape != source_ids.shape or source_mask.dtype != np.bool_:
-        raise InputError(
-            f"source_mask is {source_mask.dtype} {source_mask.shape}, expected bool {source_ids.shape} like source_ids"
-        )
-    if source_ids.shape[1] > spec.max_source_length:
-        raise InputError(
-            f"source has {source_ids.shape[1]} tokens, the limit is {spec.max_source_length}; "
-            f"shorten it, or {LONGER.format('source')}"
-        )
+        raise InputError(f"source_mask is {source_mask.dtype} {source_mask.shape}, expected bool {source_ids.shape}")
+    if (length := source_ids.shape[1]) > spec.max_source_length:
+        remedy = f"shorten it, or {LONGER.format('source')}"
+        raise InputError(f"source has {length} tokens, the limit is {spec.max_source_length}; {remedy}")
     if not source_mask[:, 0].all() or (source_mask[:, 1:] & ~source_mask[:, :-1]).any():
         raise InputError("source_mask must begin with True in every row and be padded on the right only")
     if source_ids.min() < 0 or source_ids.max() >= spec.source_vocab:
-        raise InputError(
-            f"source_ids reach from {source_ids.min()} to {source_ids.max()}, expected 0 … {spec.source_vocab - 1}"
-        )
+        raise _out_of_range("source_ids", source_ids, spec.source_vocab)
 
 
 def _check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
     if len(prompts) != sources:
-        raise InputError(f"prompts are {len(prompts)}, expected one for each of {sources} sources")
+        raise InputError(f"there are {len(prompts)} prompts, expected one for each of {sources} sources")
     for prompt in prompts:
         if not 1 <= len(prompt) <= spec.max_target_length:
             raise InputError(f"a prompt has {len(prompt)} tokens, expected 1 to {spec.max_target_length}")
         if min(prompt) < 0 or max(prompt) >= spec.vocab:
-            raise InputError(f"a prompt reaches from {min(prompt)} to {max(prompt)}, expected 0 … {spec.vocab - 1}")
+            raise _out_of_range("tokens of a prompt", prompt, spec.vocab)
 
 
 def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int, steps: int = 1) -> None:
     """Raise `InputError` for the first invalid argument of a step."""
     if target_ids.shape != lengths.shape or lengths.size == 0:
-        raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more")
+        raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more rows")
     longest = max(lengths.tolist()) + steps  # faster than NumPy for the few rows of a batch
     if longest > spec.max_target_length:
-        raise InputError(
-            f"target has {longest} tokens, the limit is {spec.max_target_length}; "
-            f"lower max_new_tokens, or {LONGER.format('target')}"
-        )
+        remedy = f"lower max_new_tokens, or {LONGER.format('target')}"
+        raise InputError(f"target has {longest} tokens, the limit is {spec.max_target_length}; {remedy}")
     if target_ids.view(np.uint64).max() >= spec.vocab:  # negative numbers become very large
-        raise InputError(
-            f"target_ids reach from {target_ids.min()} to {target_ids.max()}, expected 0 … {spec.vocab - 1}"
-        )
+        raise _out_of_range("target_ids", target_ids, spec.vocab)
     if not 1 <= num_candidates <= spec.vocab:
         raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
+
+
+def _out_of_range(name: str, ids: ArrayLike, vocab: int) -> InputError:
+    return InputError(f"{name} reach from {np.min(ids)} to {np.max(ids)}, expected 0 … {vocab - 1}")
 
 
 # Cached because a batch keeps its size for many steps.

@@ -6,27 +6,25 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from tfexport._arguments import is_whole
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 
 _ROOT = Path("/")
-# More cores than any machine has. Each thread costs memory, and the system ends a process with too many.
+# More cores than any machine has. A process with too many threads runs out of memory.
 MAX_THREADS = 1024
-# A decoder that reads fewer bytes of weights per step gets one thread: ONNX Runtime computes each of its small products
-# on one thread anyway, and the others would spin. docs/reference/generation.md has the measurements.
+# A decoder that reads fewer bytes of weights per step gets one thread, because ONNX Runtime computes small products on
+# one thread anyway, and the others would spin. docs/reference/generation.md has the measurements.
 ONE_THREAD_BELOW = 8 * 2**20
 # A step reads only one row of the embeddings and positions; the encoder computes the source's keys and values.
 _NOT_READ = re.compile(r"dec\.(embed\.|pos$|layers\.\d+\.cross\.[kv]\.)")
 _MAX_HEADER_BYTES = 100_000_000
 
 
-@dataclass(frozen=True)
-class Threads:
+class Threads(NamedTuple):
     """CPU threads of one call."""
 
     encoder: int  # also for aligning
@@ -36,8 +34,7 @@ class Threads:
 def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
     """Choose the threads for a bundle; None lets ONNX Runtime choose.
 
-    "auto" gives the encoder all available cores, because its matrices are large and its threads sleep between runs, and
-    the decoder all cores or one.
+    "auto" gives the encoder all available cores, because its threads sleep between runs, and the decoder all or one.
     """
     if threads is None:
         return None
@@ -50,16 +47,12 @@ def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Thr
 
 def _step_bytes(bundle: Bundle) -> int:
     # For a user's own module the step weights are unknown, so all weights count, including the encoder's.
-    known = step_weight_bytes(bundle)
-    files = bundle.manifest.files
+    known, files = step_weight_bytes(bundle), bundle.manifest.files
     return sum(files[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in files) if known is None else known
 
 
 def step_weight_bytes(bundle: Bundle) -> int | None:
-    """Return the bytes of weights that every decode step reads, for any batch size.
-
-    Returns None for a user's own module, because its weights have other names.
-    """
+    """Return the bytes of weights that a step reads; None for a user's own module."""
     config = bundle.manifest.config
     if config is None:
         return None
@@ -75,18 +68,15 @@ def step_weight_bytes(bundle: Bundle) -> int | None:
 
 
 def _tensor_sizes(path: Path) -> dict[str, int]:
-    """Return the size of each tensor of a safetensors file; empty if it is damaged.
-
-    Parses the header itself, because a deployment machine has no safetensors library.
-    """
+    """Return the size of each tensor of a safetensors file; empty if it is damaged."""
+    # A deployment machine has no safetensors library.
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
-        return {
-            name: int(end) - int(begin) for name, (begin, end) in ((n, t["data_offsets"]) for n, t in header.items())
-        }
+        offsets = {name: tensor["data_offsets"] for name, tensor in header.items()}
+        return {name: int(end) - int(begin) for name, (begin, end) in offsets.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -23,40 +23,21 @@ from tfexport.nn.transformer import Transformer
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring
 from tfexport.runtime.registry import LoadOptions
-from tfexport.runtime.session import (
-    Candidates,
-    Floats,
-    Ids,
-    Limits,
-    Mask,
-    Prompts,
-    close_up,
-    given_candidates,
-    rows_of,
-)
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up, given_candidates, rows_of
 
 # Initial cache capacity in tokens; it doubles when full.
 FIRST_CAPACITY = 32
 
 
 class EagerSession(CheckedAligner):
-    """A model in PyTorch, on the device of its weights.
-
-    The model is put into eval mode and must not be changed while the session is open.
-    """
+    """A model in PyTorch, on the device of its weights, which must not change."""
 
     backend = "eager"
 
     def __init__(
         self, model: nn.Module, spec: ModelSpec | None = None, *, alignment: AlignmentHeads | None = None
     ) -> None:
-        """Create a session for a model.
-
-        Args:
-            model: a `Transformer`, or a module with its methods.
-            spec: None derives it from the configuration of a `Transformer`, in fp32.
-            alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment.
-        """
+        """Create a session for a `Transformer`, or a module with its methods and a spec."""
         self.has_alignment, self._alignment = alignment is not None, alignment
         self.spec = spec or model_spec(cast(Transformer, model).config, "fp32")
         self.accuracy: Accuracy = self.spec.precision
@@ -85,7 +66,7 @@ class EagerSession(CheckedAligner):
         return weights
 
     def close(self) -> None:
-        """Release the model; the session and its batches cannot be used afterwards."""
+        """Release the model."""
         self._model = None
 
     def open_model(self) -> Any:
@@ -112,13 +93,14 @@ class EagerBatch(CheckedScoring):
         first, length = self.lengths.size, max(source_mask.shape[1], self._source_mask.shape[1])
         if not self._cross:
             self._cross, self._source_mask = cross, mask
-            self._past = [_zeros_like(kept, new * self.width, FIRST_CAPACITY) for kept in cross]
+            # Zeros, because masked places must be finite.
+            rows = new * self.width
+            self._past = _map(lambda p: p.new_zeros(rows, p.shape[1], FIRST_CAPACITY, p.shape[3]), cross)
         else:
-            self._cross = [_joined(old, added, length) for old, added in zip(self._cross, cross, strict=True)]
-            masks = (F.pad(part, (0, length - part.shape[1])) for part in (self._source_mask, mask))
-            self._source_mask = torch.cat(tuple(masks))
-            rows = first + new * self.width
-            self._past = [_grown(kept, rows, kept.key.shape[2]) for kept in self._past]
+            self._cross = _map(lambda *parts: torch.cat([_grown(p, len(p), length) for p in parts]), self._cross, cross)
+            masks = [F.pad(part, (0, length - part.shape[1])) for part in (self._source_mask, mask)]
+            self._source_mask = torch.cat(masks)
+            self._grow_past(first + new * self.width, self._past[0].key.shape[2])
         self.lengths = np.concatenate((self.lengths, np.zeros(new * self.width, np.int64)))
         self._read(first, prompts)
 
@@ -139,15 +121,15 @@ class EagerBatch(CheckedScoring):
 
     @torch.inference_mode()
     def _reorder(self, rows: Ids) -> None:
-        self._past = _take(self._past, self._tensor(rows))
+        self._past = self._take(self._past, rows)
 
     @torch.inference_mode()
     def _remove(self, sources: Ids) -> None:
-        kept = close_up(self.lengths.size // self.width, sources)
-        rows = rows_of(kept, self.width)
+        remaining = close_up(self.lengths.size // self.width, sources)
+        rows = rows_of(remaining, self.width)
         self.lengths = self.lengths[rows]
-        self._past, self._cross = _take(self._past, self._tensor(rows)), _take(self._cross, self._tensor(kept))
-        self._source_mask = self._source_mask.index_select(0, self._tensor(kept))
+        self._past, self._cross = self._take(self._past, rows), self._take(self._cross, remaining)
+        self._source_mask = self._source_mask.index_select(0, self._tensor(remaining))
 
     def _read(self, first: int, prompts: Prompts) -> None:
         # The last token of a prompt is read by the first step; equally long prompts are read together.
@@ -163,12 +145,19 @@ class EagerBatch(CheckedScoring):
         lengths, ids = self.lengths[rows], self._tensor(target_ids)
         capacity, needed = self._past[0].key.shape[2], int(lengths.max()) + target_ids.shape[1]
         if needed > capacity:
-            self._past = [_grown(kept, len(self.lengths), max(2 * capacity, needed)) for kept in self._past]
-        cache = RowCache(_slice(self._past, rows), ids, self._tensor(lengths))
-        cross = CrossCache(_slice(self._cross, sources), self._source_mask[sources])
+            self._grow_past(len(self.lengths), max(2 * capacity, needed))
+        cache = RowCache(_map(lambda part: part[rows], self._past), ids, self._tensor(lengths))
+        cross = CrossCache(_map(lambda part: part[sources], self._cross), self._source_mask[sources])
         logits: Tensor = self._session.open_model().decode_step(ids, cross, cache).float()
         self.lengths[rows] += target_ids.shape[1]
         return logits
+
+    def _grow_past(self, rows: int, length: int) -> None:
+        self._past = _map(lambda part: _grown(part, rows, length), self._past)
+
+    def _take(self, caches: Sequence[KeyValue], rows: Ids) -> list[KeyValue]:
+        places = self._tensor(rows)
+        return _map(lambda part: part.index_select(0, places), caches)
 
     def _tensor(self, array: Ids | Mask) -> Tensor:
         return torch.tensor(array, device=self._device)
@@ -191,41 +180,23 @@ def _best(logits: Tensor, k: int) -> Tensor:
     return ids.gather(1, order)
 
 
-def _take(caches: Sequence[KeyValue], rows: Tensor) -> list[KeyValue]:
-    return [KeyValue(cache.key.index_select(0, rows), cache.value.index_select(0, rows)) for cache in caches]
+def _map(function: Callable[..., Tensor], *caches: Sequence[KeyValue]) -> list[KeyValue]:
+    """Apply a function to the keys and to the values of every layer."""
+    return [
+        KeyValue(function(*(one.key for one in layer)), function(*(one.value for one in layer)))
+        for layer in zip(*caches, strict=True)
+    ]
 
 
-def _slice(caches: Sequence[KeyValue], rows: slice) -> list[KeyValue]:
-    return [KeyValue(cache.key[rows], cache.value[rows]) for cache in caches]
-
-
-def _zeros_like(cache: KeyValue, rows: int, length: int) -> KeyValue:
-    # Zeros, because masked places must be finite.
-    key, value = (part.new_zeros(rows, part.shape[1], length, part.shape[3]) for part in (cache.key, cache.value))
-    return KeyValue(key, value)
-
-
-def _grown(cache: KeyValue, rows: int, length: int) -> KeyValue:
-    key, value = (
-        F.pad(part, (0, 0, 0, length - part.shape[2], 0, 0, 0, rows - part.shape[0]))
-        for part in (cache.key, cache.value)
-    )
-    return KeyValue(key, value)
-
-
-def _joined(cache: KeyValue, added: KeyValue, length: int) -> KeyValue:
-    parts = [_grown(part, part.key.shape[0], length) for part in (cache, added)]
-    return KeyValue(torch.cat([part.key for part in parts]), torch.cat([part.value for part in parts]))
+def _grown(part: Tensor, rows: int, length: int) -> Tensor:
+    return F.pad(part, (0, 0, 0, length - part.shape[2], 0, 0, 0, rows - part.shape[0]))
 
 
 @torch.inference_mode()
 def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_ids: Ids | None = None) -> Floats:
-    """Compute all positions at once, without a cache, as in training.
+    """Return the logits of all positions, without a cache, from a model on the CPU.
 
-    `model` is on the CPU, in eval mode; `target_ids` is None for an encoder-only model.
-
-    Returns:
-        Logits [batch, target_len, vocab], or hidden states [batch, source_len, d_model] of an encoder-only model.
+    An encoder-only model returns hidden states, [batch, source_len, d_model].
     """
     inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids) if array is not None)
     outputs: Floats = model(*inputs).float().numpy()
@@ -235,20 +206,18 @@ def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_i
 def open_bundle(bundle: Bundle, options: LoadOptions) -> EagerSession:
     """Open the eager model of a bundle."""
     if options.form is not None:
-        raise BackendError(f"eager: form {options.form} belongs to graphs; leave it out")
+        raise BackendError(
+            f"eager: decoder variant {options.form} is a graph, which this backend does not run; leave it out"
+        )
     manifest = bundle.manifest
     return EagerSession(load_eager_model(bundle), manifest.spec, alignment=manifest.alignment)
 
 
 def load_eager_model(bundle: Bundle) -> Transformer:
-    """Rebuild the eager model from a bundle's weight file, in float32.
-
-    Raises:
-        BundleError: the bundle has only graphs, or quantized weights.
-    """
+    """Build the eager model from the float weights of a bundle."""
     if bundle.manifest.quantization is not None:
         raise BundleError(
-            f"{bundle.path}: holds {bundle.manifest.accuracy} weights for ONNX Runtime and no eager model; "
+            f"{bundle.path}: has {bundle.manifest.accuracy} weights for ONNX Runtime and no eager model; "
             "use --backend ort, or export it again with --precision fp32"
         )
     if bundle.manifest.config is None:
@@ -257,6 +226,6 @@ def load_eager_model(bundle: Bundle) -> Transformer:
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Multiply two matrices on the CPU and return the problem by device, or ""."""
+    """Multiply two matrices on the CPU; return the problem by device, or ""."""
     product = torch.ones(2, 3) @ torch.ones(3, 2)
     return {"cpu": "" if (product == 3).all() else f"{library} computes wrongly: {product.tolist()}"}

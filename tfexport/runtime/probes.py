@@ -1,4 +1,4 @@
-"""Test each library of each backend in a subprocess, which a broken one may crash."""
+"""Test the library of each backend in a subprocess, which a broken one may crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tfexport.runtime.registry import Backend, Requirement
 
-_TRY = """
+_PROBE = """
 import importlib, json, sys
 print(json.dumps(importlib.import_module(sys.argv[1]).probe(sys.argv[2], bytes.fromhex(sys.argv[3]))))
 """
@@ -20,27 +20,27 @@ from tfexport.errors import BackendError
 
 try:
     need_gpu()
-    reason = ""
+    problem = ""
 except BackendError as error:
-    reason = str(error)
-print(json.dumps({"problem": reason, "gpus": [dataclasses.asdict(gpu) for gpu in find_gpus()]}))
+    problem = str(error)
+print(json.dumps(([dataclasses.asdict(gpu) for gpu in find_gpus()], problem)))
 """
-# y = x + x on float32 [2], ONNX IR 8, opset 18. As bytes, because the probe must not need the onnx package.
-ADD_MODEL = bytes.fromhex(
-    "08083a350a0e0a01780a017812017922034164641201675a0f0a0178120a0a08080112040a020802620f0a0179120a0a08080112040a02080242040a001012"
-)
-TIMEOUT_S = 120
 _INT8 = """
 import json
 from tfexport.runtime.ort.int8_products import describe_int8_products
 
 print(json.dumps(describe_int8_products()))
 """
+# y = x + x on float32 [2], ONNX IR 8, opset 18. As bytes, because the probe must not need the onnx package.
+ADD_MODEL = bytes.fromhex(
+    "08083a350a0e0a01780a017812017922034164641201675a0f0a0178120a0a08080112040a020802620f0a0179120a0a08080112040a02080242040a001012"
+)
+TIMEOUT_S = 120
 
 
 def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
     """Test a library as a backend; return the problem by device, or ""."""
-    found = _run((_TRY, backend.probe_module, library.name, ADD_MODEL.hex()))
+    found = _run((_PROBE, backend.probe_module, library.name, ADD_MODEL.hex()))
     if isinstance(found, str):
         return {library.device: found}
     return {device: " ".join(problem.split()) for device, problem in found.items()}
@@ -49,13 +49,12 @@ def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
 def find_gpus() -> tuple[list[dict[str, Any]], str]:
     """Return the fields of each GPU, and the reason if none can be used."""
     found = _run((_GPUS,))
-    return ([], found) if isinstance(found, str) else (found["gpus"], found["problem"])
+    return ([], found) if isinstance(found, str) else (found[0], found[1])
 
 
 def describe_int8() -> str:
     """Describe how ONNX Runtime multiplies 8-bit integers on this CPU."""
-    found: str = _run((_INT8,))
-    return found
+    return str(_run((_INT8,)))
 
 
 def _run(command: tuple[str, ...]) -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
@@ -27,15 +25,13 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The options of `tfexport.load`, which documents them."""
+    """How to open a bundle; `tfexport.load` documents the options."""
 
     backend: str = AUTO
     form: Form | None = None
     threads: int | Literal["auto"] | None = AUTO
     device: Device = "cpu"
     engine: str | None = None
-    trusted_keys: Sequence[str | PathLike[str]] | None = None
-    warm_up: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         problems = word_problems(
@@ -53,20 +49,13 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Graphs of a bundle, or of an export before its bundle exists.
+    """Graphs of a bundle, or of an export before its bundle exists."""
 
-    Attributes:
-        paths: path of each graph by its name in the contract.
-        weights: type of the graphs' weights if narrower than the precision of `spec`.
-        bundle: None during an export.
-        alignment: layer and heads of the alignment graph; None if there is no such graph.
-    """
-
-    paths: Mapping[str, Path]
+    paths: Mapping[str, Path]  # by name in the contract
     spec: ModelSpec
-    weights: WeightType | None = None
-    bundle: Bundle | None = None
-    alignment: AlignmentHeads | None = None
+    weights: WeightType | None = None  # if narrower than the precision of `spec`
+    bundle: Bundle | None = None  # None during an export
+    alignment: AlignmentHeads | None = None  # of the alignment graph, if there is one
 
     @classmethod
     def of(cls, bundle: Bundle) -> Graphs:
@@ -81,17 +70,11 @@ class BackendModule(Protocol):
     """The module of a backend, imported when the backend is used."""
 
     def open_bundle(self, bundle: Bundle, options: LoadOptions) -> Session:
-        """Open a bundle.
-
-        Raises:
-            BackendError: the backend cannot run the bundle with these options.
-            BundleError: the bundle lacks a part that the backend needs.
-            EngineError: the bundle has no such engine, or the engine cannot be used on this machine.
-        """
+        """Open a bundle that is already checked."""
         ...
 
     def parity_sessions(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-        """Open every session that verification compares with the eager model, by stage."""
+        """Open every session to compare with the eager model, by stage."""
         ...
 
 
@@ -106,23 +89,14 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Facts about a backend that are known before it is imported.
-
-    Attributes:
-        title: name of the library in messages.
-        module: implements `BackendModule`.
-        probe_module: has `probe(library, model) -> {device: "" or the problem}`, which the doctor runs.
-        requirements: libraries, one of which must be installed.
-        runs: graphs of a bundle, engines built into it, or the model itself, which is the reference.
-        devices: devices that a user may choose.
-    """
+    """Facts about a backend that are known before it is imported."""
 
     name: str
-    title: str
-    module: str
-    probe_module: str
-    requirements: tuple[Requirement, ...]
-    runs: Literal["graphs", "engines", "model"]
+    title: str  # name of the library in messages
+    module: str  # implements `BackendModule`
+    probe_module: str  # has `probe(library, model) -> {device: "" or the problem}`, which the doctor runs
+    requirements: tuple[Requirement, ...]  # one of them must be installed
+    runs: Literal["graphs", "engines", "model"]  # graphs of a bundle, engines built into it, or the reference itself
     devices: tuple[Device, ...] = ("cpu",)
 
     def missing(self) -> str:
@@ -134,7 +108,7 @@ class Backend:
 
     def load(self, options: LoadOptions) -> BackendModule:
         """Check that the backend has the options and is installed, and import it."""
-        _check_options(self.name, options, runs_engines=self.runs == "engines", devices=self.devices)
+        _check_options(options, self)
         if missing := self.missing():
             raise BackendError(f"{self.name}: {missing}")
         return cast(BackendModule, importlib.import_module(self.module))
@@ -156,7 +130,7 @@ class Backend:
 
 
 # In the order in which "auto" tries them.
-_BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend(
@@ -192,56 +166,38 @@ _BACKENDS: dict[str, Backend] = {
 
 
 def backends() -> tuple[Backend, ...]:
-    """Return all registered backends, in order."""
-    return tuple(_BACKENDS.values())
+    """Return all backends, in order."""
+    return tuple(BACKENDS.values())
 
 
 def get(name: str) -> Backend:
-    """Return a backend by its name; raise `ConfigError` for an unknown name."""
-    if not is_one_of(name, _BACKENDS):
+    """Return a backend by its name."""
+    if not is_one_of(name, BACKENDS):
         raise ConfigError(f"backend is {shortened(name)}, expected one of {', '.join(map(repr, names()))}")
-    return _BACKENDS[name]
+    return BACKENDS[name]
 
 
 def names() -> tuple[str, ...]:
     """Return the names that a user may choose: "auto" and those of all backends."""
-    return (AUTO, *_BACKENDS)
+    return (AUTO, *BACKENDS)
 
 
 def comparable() -> tuple[Backend, ...]:
     """Return the backends that verification compares with the eager model."""
-    return tuple(backend for backend in _BACKENDS.values() if backend.runs != "model")
+    return tuple(backend for backend in backends() if backend.runs != "model")
 
 
-@contextmanager
-def registered(backend: Backend) -> Iterator[Backend]:
-    """Register a backend, or replace the one with its name, until the block ends."""
-    before = dict(_BACKENDS)
-    _BACKENDS[backend.name] = backend
-    try:
-        yield backend
-    finally:
-        _BACKENDS.clear()
-        _BACKENDS.update(before)
-
-
-def open_session(bundle: Bundle, options: LoadOptions | None = None) -> Session:
+def open_session(bundle: Bundle, options: LoadOptions) -> Session:
     """Open a bundle, already checked, on the backend of the options."""
-    options = options or LoadOptions()
     backend = choose(bundle, options) if options.backend == AUTO else get(options.backend)
     return backend.load(options).open_bundle(bundle, options)
 
 
 def choose(bundle: Bundle, options: LoadOptions) -> Backend:
-    """Return the first backend that is installed and can run a bundle.
-
-    Raises:
-        BackendError: no backend can; lists the reasons of all.
-    """
-    all_devices = tuple(device for backend in _BACKENDS.values() for device in backend.devices)
-    _check_options(AUTO, options, runs_engines=False, devices=all_devices)
+    """Return the first backend that is installed and can run a bundle."""
+    _check_options(options)
     problems = []
-    for backend in _BACKENDS.values():
+    for backend in backends():
         problem = backend.cannot_run(bundle, options)
         if not problem:
             return backend
@@ -249,17 +205,15 @@ def choose(bundle: Bundle, options: LoadOptions) -> Backend:
     raise BackendError(f"{bundle.path}: no backend can run it here: {'; '.join(problems)}")
 
 
-def _check_options(name: str, options: LoadOptions, *, runs_engines: bool, devices: tuple[Device, ...]) -> None:
-    if options.engine is not None and not runs_engines:
-        others = [each for each in _BACKENDS.values() if each.runs == "engines"]
-        option = f"engine {options.engine}"
-    elif options.device not in devices:
-        others = [each for each in _BACKENDS.values() if options.device in each.devices]
-        option = f"device {options.device}"
+def _check_options(options: LoadOptions, backend: Backend | None = None) -> None:
+    """Raise `BackendError` for an engine or device that only other backends have."""
+    if options.engine is not None and (backend is None or backend.runs != "engines"):
+        option, others = f"engine {options.engine}", [each for each in backends() if each.runs == "engines"]
+    elif backend is not None and options.device not in backend.devices:
+        option, others = f"device {options.device}", [each for each in backends() if options.device in each.devices]
     else:
         return
-    titles, names = (
-        " and ".join(each.title for each in others),
-        " or ".join(f"--backend {each.name}" for each in others),
-    )
-    raise BackendError(f"{name}: {option} is for {titles}; use it with {names}, or leave it out")
+    titles = " and ".join(each.title for each in others)
+    choice = " or ".join(f"--backend {each.name}" for each in others)
+    name = AUTO if backend is None else backend.name
+    raise BackendError(f"{name}: {option} is for {titles}; use it with {choice}, or leave it out")

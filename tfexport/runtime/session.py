@@ -29,16 +29,11 @@ class Candidates:
 
     log p(token) = logits - log_normalizer. If several tokens have the same logit as the last candidate, the CPU returns
     those with the lowest ids, and a GPU may return any of them. The caller owns the arrays.
-
-    Attributes:
-        token_ids: int64 [rows, num_candidates].
-        logits: float32 [rows, num_candidates].
-        log_normalizer: float32 [rows], log Σ exp(logits) over the vocabulary.
     """
 
-    token_ids: Ids
-    logits: Floats
-    log_normalizer: Floats
+    token_ids: Ids  # [rows, num_candidates]
+    logits: Floats  # [rows, num_candidates]
+    log_normalizer: Floats  # [rows], log Σ exp(logits) over the vocabulary
 
     @property
     def log_probs(self) -> Floats:
@@ -49,15 +44,10 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Limit:
-    """A maximum of a session, and how to raise it.
+    """A maximum of a session, and how to raise it."""
 
-    Attributes:
-        most: None if memory is the only limit.
-        remedy: how to raise the limit, with "{number}" for the required number; "" if it cannot be raised.
-    """
-
-    most: int | None = None
-    remedy: str = ""
+    most: int | None = None  # None if memory is the only limit
+    remedy: str = ""  # how to raise the limit, with "{number}" for the required number; "" if it cannot be raised
 
     def is_below(self, number: int) -> bool:
         """Return whether `number` is too large."""
@@ -97,7 +87,8 @@ class Batch(Protocol):
     """Sources that are being decoded, `width` rows each, every row at its own length.
 
     Rows of source s are s · width … (s + 1) · width - 1. The n current sources are always numbered 0 … n - 1: new
-    sources are appended, and removed ones are replaced as `close_up` describes. Threads must not share a batch.
+    sources are appended, and removed ones are replaced as `close_up` describes. Threads must not share a batch. Methods
+    raise `InputError` if shapes, ids or lengths are invalid or a row is full, and leave the batch unchanged.
 
     Attributes:
         width: rows of each source: 1, or the number of beams.
@@ -122,9 +113,6 @@ class Batch(Protocol):
             source_ids: int64 [new sources, source_len], padded on the right.
             source_mask: bool [new sources, source_len], True for tokens.
             prompts: one for each new source, at least one token each; the lengths may differ.
-
-        Raises:
-            InputError: shapes, ids, lengths or rows are invalid; the batch is unchanged.
         """
         ...
 
@@ -134,29 +122,15 @@ class Batch(Protocol):
         Args:
             target_ids: int64 [rows]; in the first step of a row the last token of its prompt.
             num_candidates: number of best next tokens per row, 1 … vocab.
-
-        Raises:
-            InputError: ids or numbers are out of range, or a row is full.
         """
         ...
 
     def reorder(self, rows: Ids) -> None:
-        """Continue row rows[r] as row r, within the same source.
-
-        Raises:
-            InputError: a row is out of range or of another source.
-        """
+        """Continue row rows[r] as row r, within the same source."""
         ...
 
     def remove(self, sources: Ids) -> None:
-        """Remove sources; the last ones take the free places, as in `close_up`.
-
-        Args:
-            sources: int64, each once.
-
-        Raises:
-            InputError: a source is out of range.
-        """
+        """Remove sources, each once; the last ones take the free places (`close_up`)."""
         ...
 
 
@@ -171,9 +145,6 @@ class MultiStep(Protocol):
 
         Returns:
             The candidates of each step, with an additional first axis: [steps taken, rows, …].
-
-        Raises:
-            InputError: the steps would exceed the limit of a row.
         """
         ...
 
@@ -202,18 +173,11 @@ class Verifies(Protocol):
 
         Returns:
             The candidates after each token, [tokens, num_candidates].
-
-        Raises:
-            InputError: ids or numbers are out of range, there are several rows, or the tokens exceed the row's limit.
         """
         ...
 
     def rewind(self, length: int) -> None:
-        """Remove the tokens of the only row from `length` on.
-
-        Raises:
-            InputError: the row is shorter, or there are several rows.
-        """
+        """Remove the tokens of the only row from `length` on."""
         ...
 
 
@@ -235,10 +199,6 @@ class Aligns(Protocol):
         Returns:
             float32 [batch, target_len, source_len]. Each row belongs to the token after the position and sums to 1;
             padding is 0.
-
-        Raises:
-            InputError: shapes, ids or lengths are invalid.
-            BackendError: the bundle has no alignment, the session is closed, or the backend failed.
         """
         ...
 
@@ -252,23 +212,11 @@ class Session(Protocol):
     limits: Limits
 
     def batch(self, width: int = 1) -> Batch:
-        """Return an empty batch with `width` rows per source; several can exist at once.
-
-        Raises:
-            BackendError: the model is encoder-only, or the session is closed.
-        """
+        """Return an empty batch with `width` rows per source; several can exist at once."""
         ...
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Encode sources with an encoder-only model.
-
-        Args:
-            source_ids: int64 [batch, source_len], padded on the right.
-            source_mask: bool [batch, source_len], True for tokens.
-
-        Returns:
-            float32 [batch, source_len, d_model].
-        """
+        """Return the output of an encoder-only model, [batch, source_len, d_model]."""
         ...
 
     def close(self) -> None:
@@ -277,14 +225,14 @@ class Session(Protocol):
 
 
 def in_order_of_id(candidates: Candidates) -> Candidates:
-    """Sort equal logits by id, because some devices do not; any number of axes."""
+    """Sort equal logits by id, because some devices do not."""
     logits, token_ids = candidates.logits, candidates.token_ids
-    falls = logits[..., 1:] != logits[..., :-1]
-    if falls.all():
+    differ = logits[..., 1:] != logits[..., :-1]
+    if differ.all():
         return candidates
-    place = np.zeros(logits.shape, np.int64)
-    np.cumsum(falls, axis=-1, out=place[..., 1:])  # equal logits share a place
-    order = np.lexsort((token_ids, place))
+    rank = np.zeros(logits.shape, np.int64)
+    np.cumsum(differ, axis=-1, out=rank[..., 1:])  # equal logits share a rank
+    order = np.lexsort((token_ids, rank))
     return Candidates(
         np.take_along_axis(token_ids, order, -1), np.take_along_axis(logits, order, -1), candidates.log_normalizer
     )
@@ -298,9 +246,9 @@ def close_up(num_sources: int, removed: Ids) -> Ids:
     stays = np.ones(num_sources, np.bool_)
     stays[removed] = False
     left = num_sources - removed.size
-    kept = np.arange(left)
-    kept[~stays[:left]] = np.flatnonzero(stays[left:]) + left
-    return kept
+    places = np.arange(left)
+    places[~stays[:left]] = np.flatnonzero(stays[left:]) + left
+    return places
 
 
 def rows_of(sources: Ids, width: int) -> Ids:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.registry import Graphs, get, registered
+from tfexport.runtime.registry import BACKENDS, Graphs, get
 from tfexport.runtime.session import Session
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
@@ -114,7 +115,7 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.setattr("tfexport.tensorrt.session.session.Cuda", lambda: cuda)
     gpu = Gpu(index=0, name="none", compute_capability="0.0", memory_bytes=0, driver_version="0.0")
     monkeypatch.setattr("tfexport.tensorrt.session.session.need_gpu", lambda: gpu)
-    with registered(dataclasses.replace(get("trt"), requirements=())):
+    with patch.dict(BACKENDS, trt=dataclasses.replace(get("trt"), requirements=())):
         yield lambda **options: tfexport.load(bundle, **options)
 
 

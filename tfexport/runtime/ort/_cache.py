@@ -1,7 +1,7 @@
 """Store the keys and values of all layers, on the host or on the device.
 
-Rows stay in place while others come and go. Places that were never written are 0, and a row is overwritten before its
-next user reads it: a masked place has weight 0, but 0 · NaN is NaN.
+Places that were never written are 0, and a row is overwritten before its next user reads it: a masked place has weight
+0, but 0 · NaN is NaN.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ FIRST_CAPACITY = 64
 
 
 class RowBuffers(ABC):
-    """Keys and values of every layer, each [rows, heads, length, …].
+    """Keys and values of every layer, each [rows, heads, length, …]."""
 
-    Attributes:
-        rows: capacity in rows.
-        length: capacity of each row in tokens.
-    """
-
-    rows: int
-    length: int
+    rows: int  # capacity
+    length: int  # capacity of each row in tokens
 
     @abstractmethod
     def resize(self, rows: int, length: int, live: int) -> None:
@@ -66,7 +61,7 @@ class RowBuffers(ABC):
 
     @abstractmethod
     def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:
-        """Yield device, device number, type, shape and address of each key and value."""
+        """Yield the arguments of `bind_input` and `bind_output` for each key and value."""
 
 
 def row_buffers(spec: ModelSpec, gather: RowGather | None, rows: int, length: int) -> RowBuffers:
@@ -86,11 +81,11 @@ class _HostBuffers(RowBuffers):
         return [np.zeros((self.rows, heads, self.length, width), dtype) for width in cache_widths(self._spec)]
 
     def resize(self, rows: int, length: int, live: int) -> None:
-        kept = np.s_[:live, :, : min(length, self.length)]
+        copied = np.s_[:live, :, : min(length, self.length)]
         self.rows, self.length, old = rows, length, self._arrays
         self._arrays = self._zeros()
         for array, before in zip(self._arrays, old, strict=True):
-            array[kept] = before[kept]
+            array[copied] = before[copied]
 
     def write(self, to: Ids, other: _HostBuffers, of: Ids) -> None:
         for array, theirs in zip(self._arrays, other._arrays, strict=True):
@@ -115,15 +110,16 @@ class _HostBuffers(RowBuffers):
 class _DeviceBuffers(RowBuffers):
     """One block of device memory, with all keys and values one after the other.
 
-    Each is [rows, heads, length, …]. Every move copies units. A unit is some tokens of one row and head, with a number
-    of items that divides both keys and values. A unit of zeros follows the last value.
+    Every move copies units. A unit is some tokens of one row and head, with a number of items that divides both keys
+    and values. A unit of zeros follows the last value.
     """
 
     def __init__(self, gather: RowGather, spec: ModelSpec, rows: int, length: int) -> None:
         self.rows, self.length, self._spec, self._gather = 0, length, spec, gather
         self._item = ITEM_BYTES[gather.dtype]
         self._divisor = math.gcd(spec.head_dim, spec.value_dim)
-        self._memory = gather.device.zeros(length * self._divisor * self._item)
+        zeros = np.zeros(length * self._divisor * self._item, np.uint8)
+        self._memory = ort.OrtValue.ortvalue_from_numpy(zeros, gather.device.type, 0)
         if rows:
             self.resize(rows, length, 0)
 
@@ -133,15 +129,15 @@ class _DeviceBuffers(RowBuffers):
         orders = []
         for old, shape in zip(units, self._shapes(rows, length, places), strict=True):
             order = np.full(shape, zero)
-            kept = np.s_[:live, :, : min(old.shape[2], shape[2])]
-            order[kept] = old[kept]
+            copied = np.s_[:live, :, : min(old.shape[2], shape[2])]
+            order[copied] = old[copied]
             orders.append(order)
         self._move(orders, zero, rows, length, places)
 
     def write(self, to: Ids, other: _DeviceBuffers, of: Ids) -> None:
         places = math.gcd(self.length, other.length)
         units, zero = other._units(places)
-        # One run for neighboring rows of each key or value.
+        # One copy for neighboring rows of each key or value.
         stretches = np.split(np.arange(to.size), np.flatnonzero(np.diff(to) != 1) + 1)
         for index, (theirs, shape) in enumerate(zip(units, self._shapes(to.size, self.length, places), strict=True)):
             order = np.full(shape, zero)
@@ -183,7 +179,8 @@ class _DeviceBuffers(RowBuffers):
     def _move(self, orders: list[Ids], zero: int, rows: int, length: int, places: int) -> None:
         order = np.concatenate([*(order.ravel() for order in orders), np.full(length // places, zero)])
         width = places * self._divisor
-        memory = self._gather.device.reserve(order.size * width * self._item)
+        size, kind = order.size * width * self._item, self._gather.device.type
+        memory = ort.OrtValue.ortvalue_from_shape_and_type([size], np.uint8, kind, 0)
         self._gather.copy(self._memory, width, order, memory.data_ptr())
         self._memory, self.rows, self.length = memory, rows, length
 

@@ -1,7 +1,4 @@
-"""Run the concat decoder, the portable variant.
-
-Each step returns a longer cache, so all rows have the same length.
-"""
+"""Run the concat decoder: steps return longer caches, and rows are equally long."""
 
 from __future__ import annotations
 
@@ -36,12 +33,12 @@ class ConcatBatch(CheckedScoring):
         spec, new, device = self._spec, len(source_ids), self._graphs.device
         if self.lengths.size or len({len(prompt) for prompt in prompts}) > 1:
             raise InputError(
-                "the concat form keeps all rows equally long: sources begin together, with equally long prompts; "
-                "use the form static or contrib"
+                "all sources of a batch of the concat decoder variant must be added together, with equally long "
+                "prompts; use the variant static or contrib"
             )
         io = self._graphs.bind_encoder(source_ids, source_mask)
         for name in self._graphs.cross:
-            device.bind_output(io, name)
+            io.bind_output(name, device.type, 0)
         self._graphs.run_encoder(io, *source_ids.shape)
         self._cross, self._source_mask = list(io.get_outputs()), source_mask.copy()
         shapes = [(new, spec.cache_heads, 0, width) for width in cache_widths(spec)]
@@ -63,19 +60,19 @@ class ConcatBatch(CheckedScoring):
             self._past = self._take(self._past, rows)
 
     def _remove(self, sources: Ids) -> None:
-        kept = close_up(len(self._source_mask), sources)
-        rows = rows_of(kept, self.width)
-        self._cross, self._source_mask = self._take(self._cross, kept), self._source_mask[kept]
+        remaining = close_up(len(self._source_mask), sources)
+        rows = rows_of(remaining, self.width)
+        self._cross, self._source_mask = self._take(self._cross, remaining), self._source_mask[remaining]
         self._past, self.lengths = self._take(self._past, rows), self.lengths[rows]
 
     def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:
         graphs = self._graphs
-        step = Step(graphs, len(target_ids), num_candidates, target_len=target_ids.shape[1], reads_lengths=False)
+        step = Step(graphs, len(target_ids), num_candidates, target_ids.shape[1])
         step.io.bind_ortvalue_input(SOURCE_MASK, graphs.device.upload(self._source_mask))
         for name, value in zip((*graphs.cross, *graphs.past), (*self._cross, *self._past), strict=True):
             step.io.bind_ortvalue_input(name, value)
         for name in graphs.present:
-            graphs.device.bind_output(step.io, name)
+            step.io.bind_output(name, graphs.device.type, 0)
         step.run(target_ids, self.lengths)
         self._past = list(step.io.get_outputs())[-len(graphs.present) :]
         self.lengths = self.lengths + target_ids.shape[1]

@@ -16,32 +16,16 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
-from tfexport.contract import (
-    CANDIDATE_IDS,
-    CANDIDATE_LOGITS,
-    LAST_POSITION,
-    LOG_NORMALIZER,
-    LOGITS,
-    LOGITS_TO_KEEP,
-    NUM_CANDIDATES,
-    POSITIONS,
-    SOURCE_MASK,
-    TARGET_IDS,
-    TOTAL_LENGTH,
-)
+from tfexport import contract
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedScoring, check_step
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
-from tfexport.runtime.ort._device import OrtGraphs, encoder_runs, has_many_scores, host_value, run, still_open
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates
-
-Array = NDArray[Any]
+from tfexport.runtime.ort._device import Array, OrtGraphs, encoder_runs, has_many_scores, host_value, run, still_open
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates, rows_of
 
 # Most bindings of a batch; the number of rows changes as sources come and go.
 MAX_BINDINGS = 64
@@ -51,10 +35,10 @@ _EQUAL = sys.maxsize
 
 @dataclass
 class _Binding:
-    """The arrays of a step, bound once for many steps of equal shape."""
+    """The arrays of a step, bound once for all steps of equal shape."""
 
     io: ort.IOBinding
-    inputs: dict[str, Array]
+    inputs: dict[str, Array]  # the binding does not keep them alive
     target_ids: Ids
     positions: Ids
     last_and_total: Array
@@ -87,13 +71,13 @@ class ContribBatch(CheckedScoring):
 
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         lengths, first = source_mask.sum(1), self._num_sources
-        divided = encoder_runs(lengths)
-        if first or len(divided) > 1:
+        runs = encoder_runs(lengths)
+        if first or len(runs) > 1:
             self._reserve_sources(first + len(lengths), int(lengths.max()))
-            for some in divided:
-                longest = lengths[some[0]]
-                parts = self._encode(source_ids[some, :longest], source_mask[some, :longest])
-                self._write_sources(first + some, lengths[some], parts)
+            for rows in runs:
+                longest = lengths[rows[0]]
+                parts = self._encode(source_ids[rows, :longest], source_mask[rows, :longest])
+                self._write_sources(first + rows, lengths[rows], parts)
         else:
             self._cross, self._source_mask = self._encode(source_ids, source_mask), source_mask.copy()
             self._bindings.clear()
@@ -111,8 +95,9 @@ class ContribBatch(CheckedScoring):
         self._read(first, prompts)
 
     def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        if self.width > 1 and not self._longest and self._are_equal(target_ids):
-            return self._first_step(target_ids, num_candidates)
+        by_source = target_ids.reshape(-1, self.width)
+        if self.width > 1 and not self._longest and (by_source == by_source[:, :1]).all():
+            return self._first_step(by_source[:, 0], num_candidates)
         bound, rows = self._bound(num_candidates), self._cache_rows
         self._run(bound, target_ids)
         # `take` is three to five times as fast as indexing for few numbers.
@@ -124,7 +109,7 @@ class ContribBatch(CheckedScoring):
         bound, rows = self._bound(1), self._cache_rows
         if bound.all_logits is None:
             bound.all_logits = np.empty((rows.size, self._spec.vocab), np.float32)
-            bound.io.bind_ortvalue_output(LOGITS, host_value(bound.all_logits))
+            bound.io.bind_ortvalue_output(contract.LOGITS, host_value(bound.all_logits))
         self._run(bound, target_ids)
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
@@ -134,15 +119,14 @@ class ContribBatch(CheckedScoring):
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
-        taken, rows, decoder = 0, self._cache_rows, still_open(self._graphs.decoder)
+        taken, rows = 0, self._cache_rows
         bound = self._bound(num_candidates)
         bound.target_ids[rows, 0] = target_ids
         while True:
             self._place(bound)
-            run(decoder, bound.io)
-            token_ids[taken], logits[taken], log_normalizer[taken] = (
-                bound.token_ids, bound.logits, bound.log_normalizer[:, 0],
-            )  # fmt: skip
+            run(self._graphs.decoder, bound.io)
+            token_ids[taken], logits[taken] = bound.token_ids, bound.logits
+            log_normalizer[taken] = bound.log_normalizer[:, 0]
             taken += 1
             self._longest += 1
             if not self._is_even:
@@ -168,17 +152,16 @@ class ContribBatch(CheckedScoring):
         bound.target_ids[0] = target_ids
         bound.positions[0] = np.arange(begin, begin + count)
         bound.last_and_total[:] = begin + count - 1, begin + count
-        run(still_open(self._graphs.decoder), bound.io)
+        run(self._graphs.decoder, bound.io)
         self.lengths += count
         self._longest += count
         return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
 
     def rewind(self, length: int) -> None:
         """Remove the tokens of the only row from `length` on."""
-        if self.lengths.size != 1 or not 0 <= length <= self.lengths[0]:
-            raise InputError(
-                f"length is {length} for rows of {self.lengths.tolist()}, expected 0 up to that of one row"
-            )
+        lengths = self.lengths.tolist()
+        if len(lengths) != 1 or not 0 <= length <= lengths[0]:
+            raise InputError(f"length is {length} for rows of {lengths}, expected 0 up to that of one row")
         self.lengths[0] = self._longest = length  # later tokens are not read before they are overwritten
 
     def _reorder(self, rows: Ids) -> None:
@@ -201,29 +184,27 @@ class ContribBatch(CheckedScoring):
         self._cache_rows = np.array(cache_rows)
 
     def _remove(self, sources: Ids) -> None:
-        kept = close_up(self._num_sources, sources)
-        for to in np.flatnonzero(kept != np.arange(kept.size)).tolist():
-            self._move_source(to, int(kept[to]))
-        self._num_sources = kept.size
-        rows = kept.size * self.width
-        by_source = self.lengths.reshape(-1, self.width)[kept]
-        self.lengths, self._cache_rows = by_source.ravel(), self._cache_rows[:rows]
+        remaining = close_up(self._num_sources, sources)
+        for to in np.flatnonzero(remaining != np.arange(remaining.size)).tolist():
+            self._move_source(to, int(remaining[to]))
+        self._num_sources = remaining.size
+        self.lengths = self.lengths[rows_of(remaining, self.width)]
+        self._cache_rows = self._cache_rows[: self.lengths.size]
         self._measure()
-        self._source_lengths = self._source_lengths[kept]
-        del self._shared[kept.size :]
+        self._source_lengths = self._source_lengths[remaining]
+        del self._shared[remaining.size :]
 
     def _encode(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
         io = self._graphs.bind_encoder(source_ids, source_mask)
-        gives_back = has_many_scores(*source_ids.shape)
         own: list[Array] = []
         for name in self._graphs.cross:
-            if gives_back:  # ONNX Runtime cannot free its memory if an output is in it
+            if has_many_scores(*source_ids.shape):  # ONNX Runtime cannot free its memory if an output is in it
                 shape = (len(source_ids), self._spec.cache_heads, source_ids.shape[1], self._spec.head_dim)
                 own.append(np.empty(shape, np.float32))
                 io.bind_ortvalue_output(name, host_value(own[-1]))
             else:
                 io.bind_output(name)
-        run(still_open(self._graphs.encoder), io, gives_back=gives_back)
+        self._graphs.run_encoder(io, *source_ids.shape)
         return own or [value.numpy() for value in io.get_outputs()]
 
     def _reserve_sources(self, sources: int, longest: int) -> None:
@@ -235,37 +216,36 @@ class ContribBatch(CheckedScoring):
             longest = min(1 << (longest - 1).bit_length(), self._spec.max_source_length)
         if sources > places and places:
             sources = max(sources, 2 * places)
-        held, some = self._num_sources, min(length, longest)
-        spec = self._spec
+        live, common, spec = self._num_sources, min(length, longest), self._spec
         # Zeros, because masked places must be finite.
         shape = (max(sources, places), spec.cache_heads, longest, spec.head_dim)
         grown: list[Array] = [np.zeros(shape, np.float32) for _ in range(2 * spec.layers)]
         for new, old in zip(grown, self._cross, strict=False):
-            new[:held, :, :some] = old[:held, :, :some]
+            new[:live, :, :common] = old[:live, :, :common]
         mask = np.zeros((shape[0], longest), np.bool_)
-        mask[:held, :some] = self._source_mask[:held, :some]
+        mask[:live, :common] = self._source_mask[:live, :common]
         self._cross, self._source_mask = grown, mask
         self._bindings.clear()
 
     def _write_sources(self, places: Ids, lengths: Ids, parts: list[Array]) -> None:
         # Zero the rest, because the last user of a place may have left NaN.
-        held = parts[0].shape[2]
+        length = parts[0].shape[2]
         for whole, part in zip(self._cross, parts, strict=True):
-            whole[places, :, :held] = part
-            whole[places, :, held:] = 0
+            whole[places, :, :length] = part
+            whole[places, :, length:] = 0
         self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[:, None]
 
     def _reserve_rows(self, rows: int, length: int = 0) -> None:
-        _, held, _, capacity, _ = self._cache.shape
-        if rows <= held and length <= capacity:
+        _, old_rows, _, capacity, _ = self._cache.shape
+        if rows <= old_rows and length <= capacity:
             return
-        if rows > held and held:
-            rows = max(rows, 2 * held)
+        if rows > old_rows and old_rows:
+            rows = max(rows, 2 * old_rows)
         while capacity < length:
             capacity = min(2 * capacity, self._spec.max_target_length)
-        grown, live = self._new_cache(max(rows, held), capacity), self.lengths.size
+        grown, live = self._new_cache(max(rows, old_rows), capacity), self.lengths.size
         if self._longest:
-            grown[:, : min(live, held), :, : self._longest] = self._cache[:, :live, :, : self._longest]
+            grown[:, : min(live, old_rows), :, : self._longest] = self._cache[:, :live, :, : self._longest]
         self._cache = grown
         self._bindings.clear()
 
@@ -277,15 +257,15 @@ class ContribBatch(CheckedScoring):
     def _read(self, first: int, prompts: Prompts) -> None:
         # The last token of a prompt is read by the first step; equally long prompts are read together.
         for length, group in groupby(prompts, len):
-            some = list(group)
-            last = first + len(some)
+            ids = np.array([prompt[:-1] for prompt in group], np.int64)
+            last = first + len(ids)
             if length > 1:
                 sources, rows = slice(first, last), slice(first * self.width, last * self.width)
                 bound = self._bind(sources, rows, length - 1, 1)
-                bound.target_ids[:] = np.repeat([prompt[:-1] for prompt in some], self.width, 0)
+                bound.target_ids[:] = ids.repeat(self.width, 0)
                 bound.positions[:] = np.arange(length - 1)
                 bound.last_and_total[:-1], bound.last_and_total[-1] = length - 2, length - 1
-                run(still_open(self._graphs.decoder), bound.io)
+                run(self._graphs.decoder, bound.io)
             first = last
 
     def _measure(self) -> None:
@@ -293,17 +273,13 @@ class ContribBatch(CheckedScoring):
         self._longest = max(lengths, default=0)
         self._is_even = min(lengths, default=0) == self._longest
 
-    def _are_equal(self, target_ids: Ids) -> bool:
-        by_source = target_ids.reshape(-1, self.width)
-        return bool((by_source == by_source[:, :1]).all())
-
     def _first_step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         # Equal rows are read once for each source, then copied.
         sources, width = self._num_sources, self.width
         bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
-        bound.target_ids[:, 0] = target_ids[::width]
+        bound.target_ids[:, 0] = target_ids
         self._place(bound)
-        run(still_open(self._graphs.decoder), bound.io)
+        run(self._graphs.decoder, bound.io)
         self._cache[:, : sources * width, :, :1] = self._cache[:, :sources, :, :1].repeat(width, 1)
         self.lengths += 1
         self._longest, self._rows_are_equal = 1, True
@@ -316,7 +292,7 @@ class ContribBatch(CheckedScoring):
         self._rows_are_equal = False
         bound.target_ids[self._cache_rows, 0] = target_ids
         self._place(bound)
-        run(still_open(self._graphs.decoder), bound.io)
+        run(self._graphs.decoder, bound.io)
         self.lengths += 1
         self._longest += 1
 
@@ -346,49 +322,38 @@ class ContribBatch(CheckedScoring):
         io = still_open(self._graphs.decoder).io_binding()
         num_rows = rows.stop - (rows.start or 0)
         last_and_total = np.empty(num_rows + 1, np.int32)  # one array, so that both are filled at once
+        target_ids, positions = (np.empty((num_rows, target_len), np.int64) for _ in range(2))
         inputs: dict[str, Array] = {
-            TARGET_IDS: np.empty((num_rows, target_len), np.int64),
-            SOURCE_MASK: self._source_mask[sources],
-            POSITIONS: np.empty((num_rows, target_len), np.int64),
-            LAST_POSITION: last_and_total[:-1],
-            TOTAL_LENGTH: last_and_total[-1:],
-            NUM_CANDIDATES: np.array([num_candidates]),
+            contract.TARGET_IDS: target_ids,
+            contract.SOURCE_MASK: self._source_mask[sources],
+            contract.POSITIONS: positions,
+            contract.LAST_POSITION: last_and_total[:-1],
+            contract.TOTAL_LENGTH: last_and_total[-1:],
+            contract.NUM_CANDIDATES: np.array([num_candidates]),
             **{name: array[sources] for name, array in zip(self._graphs.cross, self._cross, strict=True)},
         }
         if self.can_verify:
-            inputs[LOGITS_TO_KEEP] = np.array([keeps])
-        found = num_rows * keeps
-        bound = _Binding(
-            io,
-            inputs,
-            target_ids=inputs[TARGET_IDS],
-            positions=inputs[POSITIONS],
-            last_and_total=last_and_total,
-            token_ids=np.empty((found, num_candidates), np.int64),
-            logits=np.empty((found, num_candidates), np.float32),
-            log_normalizer=np.empty((found, 1), np.float32),
-        )
+            inputs[contract.LOGITS_TO_KEEP] = np.array([keeps])
+        outputs: dict[str, Array] = {
+            contract.CANDIDATE_IDS: np.empty((num_rows * keeps, num_candidates), np.int64),
+            contract.CANDIDATE_LOGITS: np.empty((num_rows * keeps, num_candidates), np.float32),
+            contract.LOG_NORMALIZER: np.empty((num_rows * keeps, 1), np.float32),
+        }
         for name, array in inputs.items():
             io.bind_ortvalue_input(name, host_value(array))
+        for name, array in outputs.items():
+            io.bind_ortvalue_output(name, host_value(array))
         for past, present, buffer in zip(self._graphs.past, self._graphs.present, self._cache, strict=True):
             value = host_value(buffer[rows])
             io.bind_ortvalue_input(past, value)
             io.bind_ortvalue_output(present, value)
-        outputs: dict[str, Array] = {
-            CANDIDATE_IDS: bound.token_ids,
-            CANDIDATE_LOGITS: bound.logits,
-            LOG_NORMALIZER: bound.log_normalizer,
-        }
-        for name, array in outputs.items():
-            io.bind_ortvalue_output(name, host_value(array))
-        return bound
+        return _Binding(io, inputs, target_ids, positions, last_and_total, *outputs.values())
 
     def _copy_row(self, to: int, of: int) -> None:
         source, new, old = to // self.width, to % self.width, of % self.width
         shared, length = self._shared[source], int(self.lengths[to])
-        # Rows share their first tokens, so only the others are copied.
-        parted = slice(shared[new][old], length)
-        self._cache[:, to, :, parted] = self._cache[:, of, :, parted]
+        different = slice(shared[new][old], length)
+        self._cache[:, to, :, different] = self._cache[:, of, :, different]
         shared[new] = [min(common, length) for common in shared[old]]
         for row, common in zip(shared, shared[new], strict=True):
             row[new] = common
@@ -397,8 +362,7 @@ class ContribBatch(CheckedScoring):
     def _move_source(self, to: int, of: int) -> None:
         for array in (*self._cross, self._source_mask):
             array[to] = array[of]
-        width = self.width
-        length = int(self.lengths[of * width])
+        width, length = self.width, int(self.lengths[of * self.width])
         new, old = slice(to * width, (to + 1) * width), slice(of * width, (of + 1) * width)
         self._cache[:, new, :, :length] = self._cache[:, old, :, :length]
         self._cache_rows[new] = self._cache_rows[old] + (to - of) * width

@@ -1,4 +1,4 @@
-"""Describe the execution providers of ONNX Runtime and check their use."""
+"""Describe ONNX Runtime's execution providers, and find the libraries of CUDA."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SHAPE_OPERATORS = frozenset(
     "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
     "Reshape Shape Size Slice Squeeze Sub Unsqueeze Where".split()
 )
-# Shape operators that almost every graph also applies to its data. If their kernel is missing, all of them are on the
-# CPU, so they count as operators on shapes only if some are on the GPU.
+# Shape operators that almost every graph also applies to its data. If all of them are on the CPU, their kernel is
+# missing; otherwise those on the CPU are operators on shapes.
 DATA_OPERATORS = frozenset({"Cast", "Reshape"})
 
 
@@ -43,36 +43,29 @@ class PlacementError(BackendError):
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """An execution provider.
-
-    Attributes:
-        minimum: oldest version of the package that works; the extras require the same version.
-        forms: decoder variants that it runs, the fastest first.
-        is_host: whether it uses host memory, so that NumPy can share arrays with it.
-        prepare: raises `BackendError` if the provider cannot be used on this machine.
-    """
+    """An execution provider."""
 
     device: Device
     ort_name: str
-    minimum: str
-    forms: tuple[Form, ...]
+    minimum: str  # oldest version of the package that works; the extras require the same version
+    forms: tuple[Form, ...]  # decoder variants that it runs, the fastest first
     precisions: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
-    is_host: bool = False
+    is_host: bool = False  # whether it uses host memory, so that NumPy can share arrays with it
     options: dict[str, str] = field(default_factory=dict)
-    prepare: Callable[[], None] = lambda: None
+    prepare: Callable[[], None] = lambda: None  # raises `BackendError` if it cannot be used on this machine
 
     def check_placement(self, session: ort.InferenceSession, name: str) -> None:
         """Raise an error if the provider did not start or lacks a kernel of the graph."""
         if self.ort_name not in session.get_providers():
             raise BackendError(
                 f"ort: {name}: onnxruntime {ort.__version__} could not start {self.ort_name} and took "
-                f"{', '.join(session.get_providers())}; tfexport doctor says what is missing"
+                f"{', '.join(session.get_providers())}; find the cause with tfexport doctor"
             )
         if elsewhere := misplaced(session, self.ort_name):
             raise PlacementError(
                 f"ort: {name}: onnxruntime {ort.__version__} has no {self.ort_name} kernel for {', '.join(elsewhere)} "
-                f"and would compute that on the CPU; update onnxruntime-gpu to {self.minimum} or newer, take the "
-                "concat form, export in another precision, or use device cpu"
+                f"and would compute that on the CPU; update onnxruntime-gpu to {self.minimum} or newer, use the "
+                "concat decoder variant, export in another precision, or use device cpu"
             )
 
 
@@ -87,7 +80,7 @@ def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
 
 
 def prepare_cuda() -> None:
-    """Load CUDA's libraries, or raise `BackendError` that names what is missing.
+    """Load CUDA's libraries; raise `BackendError` with the missing ones.
 
     ONNX Runtime itself would only log that something is missing and run on the CPU.
     """
@@ -138,7 +131,7 @@ PROVIDERS: dict[Device, Provider] = {provider.device: provider for provider in (
 
 
 def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
-    """Ask CUDA's driver API for a GPU; return the problem and its fix."""
+    """Find a GPU through CUDA's driver API; return the problem and its fix."""
     try:
         driver = ctypes.CDLL(library)
     except OSError:
@@ -170,8 +163,8 @@ def needed(library: Path) -> list[str]:
 
 def load_libraries(names: Sequence[str]) -> list[str]:
     """Load libraries from the system or Python packages; return those that fail."""
-    missing = list(names)
-    while left := [name for name in missing if not any(map(_loads, (name, *_found(name))))]:
+    folders, missing = [folder for _, folder in _library_folders()], list(names)
+    while left := [name for name in missing if not any(map(_loads, (name, *(str(path / name) for path in folders))))]:
         if left == missing:
             break
         missing = left  # try again, because one library may need another
@@ -180,20 +173,16 @@ def load_libraries(names: Sequence[str]) -> list[str]:
 
 def where_looked() -> str:
     """Describe the places that `load_libraries` searches."""
-    roots = [str(root) for root in _roots() if any(True for place in LIBRARY_FOLDERS for _ in root.glob(place))]
+    roots = dict.fromkeys(root for root, _ in _library_folders())
     found = f"{' and '.join(LIBRARY_FOLDERS)} of {', '.join(roots)}"
     none = f"no {' or '.join(LIBRARY_FOLDERS)} on Python's path"
     return f"looked in LD_LIBRARY_PATH, the system's folders and {found if roots else none}"
 
 
-def _roots() -> list[Path]:
-    return [Path(entry) for entry in dict.fromkeys(sys.path) if entry]
-
-
-def _found(name: str) -> Iterator[str]:
-    return (
-        str(path) for root in _roots() for place in LIBRARY_FOLDERS for path in sorted(root.glob(f"{place}/{name}"))
-    )
+def _library_folders() -> Iterator[tuple[str, Path]]:
+    for root in filter(None, dict.fromkeys(sys.path)):
+        for pattern in LIBRARY_FOLDERS:
+            yield from ((root, folder) for folder in sorted(Path(root).glob(pattern)))
 
 
 def _loads(library: str) -> bool:

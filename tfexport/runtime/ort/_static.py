@@ -1,7 +1,4 @@
-"""Run the static decoder: the graph updates fixed buffers in place.
-
-Each row has its own length.
-"""
+"""Run the static decoder, which updates rows of any length in fixed buffers."""
 
 from __future__ import annotations
 
@@ -60,13 +57,13 @@ class StaticBatch(CheckedScoring):
             self._steps.clear()
 
     def _remove(self, sources: Ids) -> None:
-        kept = close_up(self._source_lengths.size, sources)
-        moved = np.flatnonzero(kept != np.arange(kept.size))
+        remaining = close_up(self._source_lengths.size, sources)
+        moved = np.flatnonzero(remaining != np.arange(remaining.size))
         if moved.size:
-            self._cross.write(moved, self._cross, kept[moved])
-            self._caches.write(rows_of(moved, self.width), self._caches, rows_of(kept[moved], self.width))
-        self._source_lengths = self._source_lengths[kept]
-        self.lengths = self.lengths[rows_of(kept, self.width)]
+            self._cross.write(moved, self._cross, remaining[moved])
+            self._caches.write(rows_of(moved, self.width), self._caches, rows_of(remaining[moved], self.width))
+        self._source_lengths = self._source_lengths[remaining]
+        self.lengths = self.lengths[rows_of(remaining, self.width)]
         self._write_mask(self._source_lengths)
 
     def _begin(self) -> None:
@@ -81,15 +78,13 @@ class StaticBatch(CheckedScoring):
     def _encode(self, source_ids: Ids, source_mask: Mask, lengths: Ids) -> None:
         old, new = lengths.size - len(source_ids), len(source_ids)
         # A single padded run is faster on a GPU.
-        divided = encoder_runs(lengths[old:]) if self._graphs.gather is None else []
-        if len(divided) < 2:
-            divided = [np.arange(new)]
-        if not old and len(divided) == 1:
+        runs = encoder_runs(lengths[old:]) if self._graphs.gather is None else [np.arange(new)]
+        if not old and len(runs) == 1:
             longest = int(lengths.max())
             self._cross = self._run_encoder(source_ids[:, :longest], source_mask[:, :longest])
             return
         self._reserve_cross(old, lengths)
-        for sources in divided:
+        for sources in runs:
             longest = int(lengths[old + sources].max())
             part = self._run_encoder(source_ids[sources, :longest], source_mask[sources, :longest])
             self._cross.write(old + sources, part, np.arange(sources.size))
@@ -142,7 +137,7 @@ class StaticBatch(CheckedScoring):
         for row, prompt in zip(target_ids, prompts, strict=True):
             row[: len(prompt) - 1] = prompt[:-1]
         caches = self._buffers(*target_ids.shape)
-        step = Step(self._graphs, len(prompts), 1, target_len=longest)
+        step = Step(self._graphs, len(prompts), 1, longest)
         self._bind(step, caches, len(prompts), len(prompts), first)
         step.run(target_ids, np.zeros(len(prompts), np.int64))
         return caches

@@ -1,10 +1,7 @@
 """Open bundles in ONNX Runtime and check that the library works.
 
-CUDA graphs (the provider option `enable_cuda_graph`) are not used, although a graph could capture every operator of the
-static variant. A captured graph belongs to the thread that captured it, but threads share a session. The capture is
-global, so no other thread may use CUDA in the meantime. It is bound to shapes and addresses, but the rows, the source
-and the capacity change as texts end, and onnxruntime before 1.27 never frees graphs
-(onnxruntime/core/providers/cuda/cuda_graph.cc).
+CUDA graphs (the provider option `enable_cuda_graph`) are not used: a captured graph belongs to one thread, but threads
+share a session, and it is bound to shapes and addresses, which change as texts end.
 """
 
 from __future__ import annotations
@@ -13,25 +10,13 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
-from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
+from tfexport import contract
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import (
-    ALIGNMENT,
-    DECODER,
-    ENCODER,
-    ENCODER_CONTRIB,
-    HIDDEN_STATES,
-    REORDER,
-    SOURCE_IDS,
-    SOURCE_MASK,
-    TARGET_IDS,
-    Device,
-    Form,
-)
+from tfexport.contract import Device, Form
 from tfexport.errors import BackendError, BundleError
 from tfexport.precision import FLOAT, Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedBatch
@@ -39,19 +24,18 @@ from tfexport.runtime.cpu import Threads, choose_threads
 from tfexport.runtime.ort._concat import ConcatBatch
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
-from tfexport.runtime.ort._providers import PROVIDERS, PlacementError
+from tfexport.runtime.ort._providers import PROVIDERS, PlacementError, Provider
 from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
 
 _log = logging.getLogger(__name__)
 
-
 # The encoder graph and the batch class of each decoder variant.
 VARIANTS: dict[Form, tuple[str, Callable[[OrtGraphs, int], CheckedBatch]]] = {
-    "concat": (ENCODER, ConcatBatch),
-    "static": (ENCODER, StaticBatch),
-    "contrib": (ENCODER_CONTRIB, ContribBatch),
+    "concat": (contract.ENCODER, ConcatBatch),
+    "static": (contract.ENCODER, StaticBatch),
+    "contrib": (contract.ENCODER_CONTRIB, ContribBatch),
 }
 
 
@@ -74,36 +58,35 @@ class OrtSession(CheckedAligner):
         Args:
             graphs: graphs to run.
             form: decoder variant; None for an encoder-only bundle.
-            threads: CPU threads of a call, a number for both graphs; None if ONNX Runtime chooses them.
+            threads: CPU threads of a call; None if ONNX Runtime chooses them.
             device: of the graphs and caches.
-            host_caches: whether NumPy stores and moves the caches; None for yes on the CPU only. False on the CPU tests
-                the code for a GPU.
-
-        Raises:
-            BackendError: ONNX Runtime cannot use the device, run the precision or load a graph.
-            BundleError: a graph differs from its contract, or the graph that moves caches on the device is missing.
+            host_caches: whether NumPy moves the caches; None for yes on the CPU. False tests the code for a GPU there.
         """
         self.spec, self.form, spec, paths = graphs.spec, form, graphs.spec, graphs.paths
         self.threads = Threads(threads, threads) if isinstance(threads, int) else threads
         provider = PROVIDERS[device]
         if form is not None and form not in provider.forms:
-            raise BackendError(f"ort: the {form} form runs on the CPU; for device {device} leave the form out")
+            raise BackendError(f"ort: decoder variant {form} runs on the CPU only; for device {device} leave it out")
         if spec.precision not in provider.precisions:
             raise BackendError(
                 f"ort: ONNX Runtime has no {FLOAT[spec.precision]} kernels on device {device}; use --device cuda or "
                 f"--backend eager, or export with {' or '.join(provider.precisions)}"
             )
-        self.limits, self.has_alignment = Limits.of(spec), ALIGNMENT in paths
+        self.limits, self.has_alignment = Limits.of(spec), contract.ALIGNMENT in paths
         self.accuracy: Accuracy = graphs.weights or spec.precision
         self._paths, self._device = paths, OrtDevice(device, graphs.weights)
-        self._encoder_threads = self.threads.encoder if self.threads else None
         decoder = gather = None
         if form is not None:
             # The decoder, the larger graph, first: weights are in memory twice while they are packed.
-            decoder = self._load(DECODER[form], self.threads.decoder if self.threads else None, spin_us=STEP_SPIN_US)
+            decoder = self._load(contract.DECODER[form], spin_us=STEP_SPIN_US)
             if not (provider.is_host if host_caches is None else host_caches):
-                gather = RowGather(self._device, self._gather_path(), FLOAT[spec.precision])
-        encoder = self._load(ENCODER if form is None else VARIANTS[form][0], self._encoder_threads)
+                if contract.REORDER not in paths:
+                    raise BundleError(
+                        f"ort: the bundle has no graph {contract.REORDER}, which moves caches on a GPU; "
+                        "export it again: tfexport onnx SOURCE --output BUNDLE --force"
+                    )
+                gather = RowGather(self._device, paths[contract.REORDER], FLOAT[spec.precision])
+        encoder = self._load(contract.ENCODER if form is None else VARIANTS[form][0])
         self._graphs = OrtGraphs(spec, self._device, encoder, decoder, gather)
         # The alignment graph is loaded at its first use, because it has its own weights.
         self._aligner: ort.InferenceSession | None = None
@@ -119,7 +102,7 @@ class OrtSession(CheckedAligner):
 
     def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         io = self._graphs.bind_encoder(source_ids, source_mask)
-        self._device.bind_output(io, HIDDEN_STATES)
+        io.bind_output(contract.HIDDEN_STATES, self._device.type, 0)
         self._graphs.run_encoder(io, *source_ids.shape)
         hidden: Floats = io.get_outputs()[0].numpy()
         return hidden
@@ -128,12 +111,12 @@ class OrtSession(CheckedAligner):
         with self._lock:
             self._check_open()
             if self._aligner is None:
-                self._aligner = self._load(ALIGNMENT, self._encoder_threads)
+                self._aligner = self._load(contract.ALIGNMENT)
             graph = self._aligner
-        io = graph.io_binding()
-        for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask), (TARGET_IDS, target_ids)):
-            io.bind_ortvalue_input(name, self._device.upload(array))
-        self._device.bind_output(io, ALIGNMENT)
+        names = (contract.SOURCE_IDS, contract.SOURCE_MASK, contract.TARGET_IDS)
+        arrays = (source_ids, source_mask, target_ids)
+        io = self._device.bind_inputs(graph, dict(zip(names, arrays, strict=True)))
+        io.bind_output(contract.ALIGNMENT, self._device.type, 0)
         run(graph, io)
         weights: Floats = io.get_outputs()[0].numpy()
         return weights
@@ -143,18 +126,11 @@ class OrtSession(CheckedAligner):
         with self._lock:
             self._graphs.encoder = self._graphs.decoder = self._aligner = None
 
-    def _load(self, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
+    def _load(self, name: str, spin_us: int = 0) -> ort.InferenceSession:
+        threads = self.threads and (self.threads.decoder if name in contract.DECODER.values() else self.threads.encoder)
         graph = self._device.load(self._paths[name], name, threads, spin_us=spin_us)
         check_contract(graph, name, self.spec)
         return graph
-
-    def _gather_path(self) -> Path:
-        if REORDER not in self._paths:
-            raise BundleError(
-                f"ort: the bundle has no graph {REORDER}, which moves caches on a GPU; "
-                "export it anew: tfexport onnx SOURCE --output BUNDLE --force"
-            )
-        return self._paths[REORDER]
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
@@ -162,38 +138,34 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
     graphs = Graphs.of(bundle)
     if graphs.weights is not None and options.device != "cpu":
         raise BackendError(
-            f"ort: {bundle.path} holds {graphs.weights} weights for the CPU; for device {options.device} export it "
-            "again with --precision fp16"
+            f"ort: {bundle.path} has {graphs.weights} weights for the CPU; for device {options.device} export it again "
+            "with --precision fp16"
         )
-    threads, form = choose_threads(options.threads, bundle), choose_form(bundle, options)
+    threads, form = choose_threads(options.threads, bundle), _choose_form(bundle, options)
     try:
         return OrtSession(graphs, form, threads, options.device)
     except PlacementError as problem:
         # CUDA 12 ends with onnxruntime-gpu 1.26, which has no kernels for the static variant.
-        if options.form is not None or form == "concat" or DECODER["concat"] not in graphs.paths:
+        if options.form is not None or form == "concat" or contract.DECODER["concat"] not in graphs.paths:
             raise
         session = OrtSession(graphs, "concat", threads, options.device)
         _log.warning(
-            "%s; the concat form runs instead; update onnxruntime-gpu to %s or newer for the static form",
+            "%s; runs the concat decoder variant instead; update onnxruntime-gpu to %s or newer for the static one",
             str(problem).partition(";")[0],
             PROVIDERS[options.device].minimum,
         )
         return session
 
 
-def choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
-    """Return the requested or the fastest decoder variant; None without a decoder.
-
-    Raises:
-        BundleError: the bundle has no such variant.
-    """
+def _choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
+    """Return the requested or the fastest decoder variant; None without a decoder."""
     if not bundle.manifest.spec.has_decoder:
         return None
     graphs, form = bundle.manifest.graphs, options.form
     if form is None:
         return _forms(graphs, options.device, bundle.path)[0]
-    if DECODER[form] not in graphs:
-        raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static,contrib")
+    if contract.DECODER[form] not in graphs:
+        raise BundleError(f"{bundle.path}: has no decoder variant {form}; export it with --forms concat,static,contrib")
     return form
 
 
@@ -202,7 +174,7 @@ def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str,
     forms: list[Form | None] = [None]
     if graphs.spec.has_decoder:
         runnable = _forms(graphs.paths, options.device, "verify")
-        forms = [form for form in DECODER if form in runnable]
+        forms = [form for form in contract.DECODER if form in runnable]
     where = "" if options.device == "cpu" else f" {options.device}"
     for form in forms:
         try:
@@ -210,17 +182,17 @@ def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str,
         except PlacementError as problem:
             if form == "concat" or "concat" not in forms:
                 raise
-            _log.warning("%s; the %s form is not verified", str(problem).partition(";")[0], form)
+            _log.warning("%s; does not verify the %s decoder variant", str(problem).partition(";")[0], form)
             continue
         yield f"ort {form or 'encoder'}{where}", session
 
 
 def _forms(graphs: Container[str], device: Device, subject: object) -> list[Form]:
-    forms = [form for form in PROVIDERS[device].forms if DECODER[form] in graphs]
+    forms = [form for form in PROVIDERS[device].forms if contract.DECODER[form] in graphs]
     if not forms:
         raise BundleError(
-            f"{subject}: has the contrib form alone, which runs on the CPU; for device {device} export it with "
-            "--forms concat,static"
+            f"{subject}: has only the decoder variant contrib, which runs on the CPU; for device {device} export it "
+            "with --forms concat,static"
         )
     return forms
 
@@ -228,14 +200,13 @@ def _forms(graphs: Container[str], device: Device, subject: object) -> list[Form
 def probe(library: str, model: bytes) -> dict[str, str]:
     """Run y = x + x on each device; return the problem by device, or ""."""
     if not hasattr(ort, "InferenceSession"):
-        sys.exit("hollow: the module is there, its library is not")
+        sys.exit("onnxruntime can be imported, but its native library is missing; install it again")
     ort.set_default_logger_severity(4)
     offered = ort.get_available_providers()
-    return {device: _try(device, model) for device, provider in PROVIDERS.items() if provider.ort_name in offered}
+    return {device: _probe(provider, model) for device, provider in PROVIDERS.items() if provider.ort_name in offered}
 
 
-def _try(device: Device, model: bytes) -> str:
-    provider = PROVIDERS[device]
+def _probe(provider: Provider, model: bytes) -> str:
     try:
         provider.prepare()
         session = ort.InferenceSession(model, providers=[provider.ort_name])
@@ -243,5 +214,5 @@ def _try(device: Device, model: bytes) -> str:
     except Exception as error:  # noqa: BLE001 - the doctor reports any failure
         return str(error)
     got = session.get_providers()
-    right = provider.ort_name in got and result.tolist() == [2, 4]
-    return "" if right else f"asked for {provider.ort_name}, got {got} and {result.tolist()}"
+    is_right = provider.ort_name in got and result.tolist() == [2, 4]
+    return "" if is_right else f"asked for {provider.ort_name}, got {got} and {result.tolist()}, expected [2, 4]"

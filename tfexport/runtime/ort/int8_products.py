@@ -32,11 +32,7 @@ _OPTIONS: tuple[dict[str, str], ...] = ({}, {"session.x64quantprecision": "1"})
 
 @cache
 def int8_session_options() -> Mapping[str, str]:
-    """Return the fastest session options with exact 8-bit products on this CPU.
-
-    Raises:
-        BackendError: no options give exact products.
-    """
+    """Return the fastest session options with exact 8-bit products on this CPU."""
     for entries in _OPTIONS:
         wrong = _wrong_outputs(entries)
         if not wrong:
@@ -48,7 +44,7 @@ def int8_session_options() -> Mapping[str, str]:
 
 
 def describe_int8_products() -> str:
-    """Describe how this CPU multiplies 8-bit integers, for reports."""
+    """Describe how this CPU multiplies 8-bit integers."""
     try:
         return "exact, by slower kernels (no VNNI)" if int8_session_options() else "exact, by the fastest kernels"
     except BackendError as error:

@@ -76,7 +76,9 @@ def test_a_version_without_kernels_for_the_static_form_runs_concat_and_says_so(
         done = gpu.run("-c", code % None)
         assert (done.returncode, done.stdout) == (0, "concat\n"), done.stderr
         problem = f"has no CUDAExecutionProvider kernel for {operators} and would compute that on the CPU; "
-        assert f"{problem}the concat form runs instead; update onnxruntime-gpu to 1.30 or newer" in done.stderr
+        assert (
+            f"{problem}runs the concat decoder variant instead; update onnxruntime-gpu to 1.30 or newer" in done.stderr
+        )
         done = gpu.run("-c", code % "static")
         assert done.returncode == 1
         assert f"PlacementError: ort: decoder_static.onnx: onnxruntime 1.26.0 {problem}" in done.stderr
