@@ -149,10 +149,8 @@ def test_odd_values_for_any_option_of_load(dates_aligned: Path, odd: str) -> Non
 def test_a_warm_up_is_pairs_within_the_model(dates_aligned: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tfexport.load(dates_aligned, warm_up=[(1, 8), (0, 8), (1, 8, 2), 5])  # type: ignore[list-item]
-    expected = "expected texts at once and tokens of a source, such as (32, 16)"
-    assert str(
-        refused.value
-    ) == f"load: warm_up has (0, 8), {expected}; warm_up has (1, 8, 2), {expected}; warm_up " + (f"has 5, {expected}")
+    expected = "expected pairs of a number of texts and a number of source tokens, such as [(32, 16)]"
+    assert str(refused.value) == f"load: warm_up is [(1, 8), (0, 8), (1, 8, 2), 5], {expected}"
     with pytest.raises(InputError, match="warm-up: source_len is 999, the limit is 64; lower it"):
         tfexport.load(dates_aligned, warm_up=[(1, 999)])
     with tfexport.load(dates_aligned, warm_up=[(3, 9)], threads=1) as warm:

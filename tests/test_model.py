@@ -34,7 +34,7 @@ def test_loading_tells_the_log_and_configures_none(dates_bundle: Path, caplog: p
     with caplog.at_level(logging.INFO, "tfexport"), tfexport.load(dates_bundle, threads=3):
         pass
     (record,) = [record for record in caplog.records if record.name == "tfexport.model.load"]
-    said = f"{dates_bundle}: loaded on ort, cpu with 3 threads for sources, 3 for a step"
+    said = f"{dates_bundle}: loaded on ort, cpu with 3 threads for the encoder, 3 for a step"
     assert (record.levelname, record.getMessage()) == ("INFO", said)
     assert logging.getLogger("tfexport").handlers == []
     assert logging.getLogger("tfexport").level == logging.NOTSET

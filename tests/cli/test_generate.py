@@ -51,7 +51,7 @@ def test_the_threads_that_are_asked_for_run(
     bundle = encoder_bundle if command == "embed" else dates_bundle
     with caplog.at_level(logging.INFO, "tfexport.model"):
         assert run(command, bundle, *arguments, "--threads", 3).exit_code == 0
-    assert caplog.messages[-1].endswith("with 3 threads for sources, 3 for a step")
+    assert caplog.messages[-1].endswith("with 3 threads for the encoder, 3 for a step")
     assert run(command, bundle, *arguments, "--threads", "auto").exit_code == 0
     refused = run(command, bundle, *arguments, "--threads", 0)
     assert refused.exit_code != 0

@@ -63,7 +63,7 @@ def test_calls_that_cannot_replace_are_refused(meetings: Path, dates_bundle: Pat
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
         assert "export it again with --alignment LAYER" in result.stderr
     with tfexport.load(meetings, threads=1) as model:
-        with pytest.raises(InputError, match="stream: replace_unknowns is true, but the alignment is known when"):
+        with pytest.raises(InputError, match="stream: replace_unknowns is true, but the alignment is only known when"):
             model.stream(TEXTS[0], replace_unknowns=True)
         source = [UNK, *(ID[word] for word in "meets Ben on Friday".split()), EOS]
         ((one,),) = model.generate_ids([source], replace_unknowns=True)

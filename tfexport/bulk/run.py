@@ -11,9 +11,8 @@ from tfexport.bulk.config import BulkConfig, Meter, Progress, Summary
 from tfexport.decode.request import check_requests
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.model.copies import check_copies
 from tfexport.model.model import Model, bundle_sha256
-from tfexport.model.result import Result
+from tfexport.model.result import Result, check_copies
 from tfexport.text.tokenizer import Tokenizer
 
 # The columns of a part: texts, scores, finish reasons, error.

@@ -33,7 +33,7 @@ _COMPARABLE = [backend.name for backend in comparable()]
 @click.command()
 @click.argument("bundle", type=PATH)
 @click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY that it was made from.")
-@click.option("--samples", default=100, help="Random sequences to decode for each decoder variant and method.")
+@click.option("--samples", default=100, help="Random sequences to decode with each decoder variant and method.")
 @click.option("--seed", default=0, help="Seed of the sequences.")
 @click.option(
     "--backend", type=click.Choice(_COMPARABLE), default=_COMPARABLE[0], help="Compare the graphs, or an engine."

@@ -15,7 +15,7 @@ from tfexport.bundle.bundle import Bundle, check_weights, open_bundle, read_defa
 from tfexport.bundle.contents import check_engines
 from tfexport.contract import Device, Form
 from tfexport.decode.offline import warm_up as run_warm_up
-from tfexport.errors import ConfigError, TfexportError, raise_all, shortened
+from tfexport.errors import ConfigError, TfexportError, shortened
 from tfexport.model.model import Model
 from tfexport.runtime.registry import AUTO, LoadOptions, open_session
 from tfexport.text.tokenizer import Tokenizer
@@ -49,32 +49,16 @@ def load(
         warm_up: batches to run twice before the model is returned, as (texts, source tokens): [(1, 16), (32, 16)].
             A GPU compiles kernels and captures steps when a shape first occurs.
 
-    Returns:
-        A model that threads can share.
-
     Raises:
-        BundleError: the bundle is missing or damaged, lacks the form, or is not signed by any of the keys.
+        BundleError: the bundle is missing or damaged, lacks the decoder variant, or is not signed by any of the keys.
         BackendError: the backend is not installed, or cannot run the bundle on the device.
         EngineError: the bundle has no such engine, or the engine cannot be used on this machine.
         ConfigError: an argument is invalid.
         InputError: a warm-up batch has longer sources than the model takes.
     """
-    options = LoadOptions(
-        backend=backend,
-        form=form,
-        threads=threads,
-        device=device,
-        engine=engine,
-        trusted_keys=trusted_keys,
-        warm_up=warm_up,
-    )
-    return load_with(path, options)
-
-
-def load_with(path: str | PathLike[str], options: LoadOptions) -> Model:
-    """Load a bundle with the options of `load` as one object."""
-    folder, batches = checked_path(path, "load: path"), _warm_up_batches(options.warm_up)
-    keys = None if options.trusted_keys is None else TrustedKeys.read(options.trusted_keys)
+    options = LoadOptions(backend=backend, form=form, threads=threads, device=device, engine=engine)
+    folder, batches = checked_path(path, "load: path"), _warm_up_batches(warm_up)
+    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     bundle = open_bundle(folder, weights=False, trusted_keys=keys)
     check_engines(bundle.path)
     tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
@@ -96,23 +80,18 @@ def load_with(path: str | PathLike[str], options: LoadOptions) -> Model:
     except BaseException:
         model.close()
         raise
-    taken = f" with {threads.encoder} threads for sources, {threads.decoder} for a step" if threads else ""
-    _log.info("%s: loaded on %s, %s%s", path, session.backend, options.device, taken)
+    used = f" with {threads.encoder} threads for the encoder, {threads.decoder} for a step" if threads else ""
+    _log.info("%s: loaded on %s, %s%s", path, session.backend, options.device, used)
     return model
 
 
-def _warm_up_batches(given: object) -> list[tuple[int, int]]:
-    listed = as_list(given)
-    if listed is None:
-        raise ConfigError(f"load: warm_up is {shortened(given)}, expected a list such as [(32, 16)]")
-    batches = [as_list(batch) or [] for batch in listed]
-    problems = [
-        f"warm_up has {shortened(wrong)}, expected texts at once and tokens of a source, such as (32, 16)"
-        for wrong, batch in zip(listed, batches, strict=True)
-        if len(batch) != 2 or not all(is_whole(size) and size >= 1 for size in batch)
-    ]
-    raise_all(ConfigError, "load", problems)
-    return [(rows, source_len) for rows, source_len in batches]
+def _warm_up_batches(argument: object) -> list[list[int]]:
+    listed = as_list(argument)
+    batches = [[]] if listed is None else [as_list(batch) or [] for batch in listed]
+    if not all(len(batch) == 2 and all(is_whole(size) and size >= 1 for size in batch) for batch in batches):
+        expected = "pairs of a number of texts and a number of source tokens, such as [(32, 16)]"
+        raise ConfigError(f"load: warm_up is {shortened(argument)}, expected {expected}")
+    return batches
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer | None:

@@ -8,7 +8,6 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
@@ -22,8 +21,7 @@ from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
-from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
-from tfexport.model.result import Result, Results, result_of
+from tfexport.model.result import NO_COPIES_IN_STREAMS, Result, Results, check_copies, result_of, with_copies
 from tfexport.runtime.cpu import Threads
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.text.tokenizer import Tokenizer
@@ -47,7 +45,7 @@ class Model:
     - `options`: fields of `DecodeConfig`, named as in Hugging Face `generate`; they override `config` and defaults.
 
     Every method raises `ConfigError` for options that are unknown, out of range or contradictory, `InputError` with
-    every input that the model cannot take, `BackendError` if the backend failed, and `Cancelled`.
+    every input that the model does not accept, `BackendError` if the backend failed, and `Cancelled`.
 
     Attributes:
         session: session of the backend; `close` closes it.
@@ -76,7 +74,7 @@ class Model:
         return self.session.spec
 
     def decoding(self, config: DecodeConfig | None = None, **options: Any) -> DecodeConfig:
-        """Return the decoding options of a call to `generate` with the same arguments."""
+        """Return the decoding options that `generate` would use with the same arguments."""
         if config is None:
             return self.defaults.overridden(options)
         if not isinstance(config, DecodeConfig):
@@ -191,11 +189,11 @@ class Model:
             prefix=start,
             text_of=tokenizer.decode,
             num_fixed=num_fixed,
-            defaults=self._not_given(config, options),
+            defaults=self._unset_options(config, options),
             cancel=cancel,
         )
-        num_given = num_fixed if decoding.prefix_bias_beta else len(start)
-        return _pieces(Pieces(tokenizer.decode, num_given, decoding.strings), tokens)
+        num_prefix = num_fixed if decoding.prefix_bias_beta else len(start)
+        return _pieces(Pieces(tokenizer.decode, num_prefix, decoding.strings), tokens)
 
     def stream_ids(
         self,
@@ -206,11 +204,11 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Iterator[int]:
-        """Generate token ids for one source and yield them singly, without a tokenizer.
+        """Generate token ids for one source and yield each at once, without a tokenizer.
 
         They equal the `token_ids` that `generate_ids` returns, including `prefix`, which has no start token.
         """
-        decoding, defaults = self.decoding(config, **options), self._not_given(config, options)
+        decoding, defaults = self.decoding(config, **options), self._unset_options(config, options)
         text_of = self.tokenizer.decode if self.tokenizer else None
         return stream(self.session, source, decoding, prefix=prefix, text_of=text_of, defaults=defaults, cancel=cancel)
 
@@ -229,10 +227,10 @@ class Model:
         They come from the model's logits, without logits processors. The tokens that the bundle starts every target
         with are not scored. `add_eos` also scores the end token after each target.
         """
-        sources, given, prefixes = self._pairs(texts, targets, "score")
+        source_ids, target_ids, prefixes = self._pairs(texts, targets, "score")
         return self.score_ids(
-            sources,
-            given,
+            source_ids,
+            target_ids,
             prefixes=prefixes,
             add_eos=add_eos,
             batch_size=batch_size,
@@ -251,7 +249,7 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Score]:
-        """Return the log-probabilities of given targets as token ids, without a tokenizer.
+        """Return the log-probabilities of targets given as token ids, without a tokenizer.
 
         - `sources`: token ids, including special tokens.
         - `targets`: token ids without the start token, like `Hypothesis.token_ids`.
@@ -281,14 +279,14 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Alignment]:
-        """Return which source tokens the tokens of given targets were read from.
+        """Return how much each target token attends to each source token.
 
         There is one target for each text. The weights are those of the decoder layer and heads that the bundle was
         exported with (`--alignment`). The tokens that the bundle starts every target with are not aligned.
         """
-        sources, given, prefixes = self._pairs(texts, targets, "align")
+        source_ids, target_ids, prefixes = self._pairs(texts, targets, "align")
         return self.align_ids(
-            sources, given, prefixes=prefixes, batch_size=batch_size, on_progress=on_progress, cancel=cancel
+            source_ids, target_ids, prefixes=prefixes, batch_size=batch_size, on_progress=on_progress, cancel=cancel
         )
 
     def align_ids(
@@ -314,7 +312,13 @@ class Model:
             on_progress=on_progress,
             cancel=cancel,
         )
-        return [self._spelled(one) for one in found]
+        if self.tokenizer is None:
+            return found
+        tokens = [self.tokenizer.tokens(one.source_ids, one.target_ids) for one in found]
+        return [
+            dataclasses.replace(one, source_tokens=source, target_tokens=target)
+            for one, (source, target) in zip(found, tokens, strict=True)
+        ]
 
     def embed(
         self,
@@ -353,7 +357,9 @@ class Model:
         The model cannot be used afterwards.
         """
         self.session.close()
-        _malloc_trim()(0)
+        # Without `malloc_trim` of glibc, a process that loads and closes `paper-base` repeatedly keeps 296 MB, not 30.
+        library = ctypes.CDLL(None) if sys.platform == "linux" else None
+        getattr(library, "malloc_trim", lambda pad: None)(0)
 
     def __enter__(self) -> Self:
         return self
@@ -366,20 +372,13 @@ class Model:
     ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         if not self.spec.has_decoder:
             raise InputError(f"{subject}: this bundle is an encoder alone and reads no target; use embed")
-        tokenizer = self._need_tokenizer()
-        sources, given = _texts("texts", texts), _texts("targets", targets)
-        if len(sources) != len(given):
-            raise InputError(f"{subject}: {len(given)} targets for {len(sources)} texts; give one each")
-        source_ids, target_ids = tokenizer.encode_pairs(sources, given, subject)
+        texts, targets, tokenizer = _texts("texts", texts), _texts("targets", targets), self._need_tokenizer()
+        if len(texts) != len(targets):
+            raise InputError(f"{subject}: {len(targets)} targets for {len(texts)} texts; pass one for each text")
+        source_ids, target_ids = tokenizer.encode_pairs(texts, targets, subject)
         first = self.defaults.forced_bos_token_id
         prefix = tokenizer.begin_target() or ([] if first is None else [first])
-        return source_ids, target_ids, [prefix] * len(sources)
-
-    def _spelled(self, found: Alignment) -> Alignment:
-        if self.tokenizer is None:
-            return found
-        source_tokens, target_tokens = self.tokenizer.tokens(found.source_ids, found.target_ids)
-        return dataclasses.replace(found, source_tokens=source_tokens, target_tokens=target_tokens)
+        return source_ids, target_ids, [prefix] * len(source_ids)
 
     def _pool(self, sources: Sequence[Sequence[int]], pooling: Pooling) -> Floats:
         ids, mask = pad_right(sources, self.spec.tokens.pad)
@@ -389,7 +388,7 @@ class Model:
         mean: Floats = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True).astype(np.float32)
         return mean
 
-    def _not_given(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
+    def _unset_options(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
         return set() if config else self.defaults.given().keys() - options.keys()
 
     def _need_tokenizer(self) -> Tokenizer:
@@ -400,14 +399,6 @@ class Model:
         return self.tokenizer
 
 
-# After a close, a process that loads and closes `paper-base` repeatedly keeps 30 MB with glibc's `malloc_trim`, 296 MB
-# without it.
-@cache
-def _malloc_trim() -> Callable[[int], object]:
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    return getattr(library, "malloc_trim", lambda pad: None)
-
-
 def bundle_sha256(model: Model) -> str:
     """Return the SHA-256 of a model's manifest; raise `InputError` without a bundle."""
     if model.manifest is None:
@@ -415,29 +406,26 @@ def bundle_sha256(model: Model) -> str:
     return hashlib.sha256(model.manifest.to_bytes()).hexdigest()
 
 
-def _texts(name: str, given: Iterable[str]) -> list[str]:
-    texts = as_list(given)
+def _texts(name: str, argument: Iterable[str]) -> list[str]:
+    texts = as_list(argument)
     if texts is None:
-        got = "one text" if isinstance(given, str) else shortened(given)
+        got = "one text" if isinstance(argument, str) else shortened(argument)
         raise InputError(f"{name} is {got}, expected a list of texts; write [text]")
     if not texts:
         raise InputError(f"{name} is empty, expected at least one text")
     return texts
 
 
-def _indices(given: Iterable[int] | None, count: int) -> Sequence[int]:
-    if given is None:
+def _indices(argument: Iterable[int] | None, count: int) -> Sequence[int]:
+    if argument is None:
         return range(count)
-    indices = as_list(given)
+    indices = as_list(argument)
     if indices is None or len(indices) != count or not all(is_whole(index) and index >= 0 for index in indices):
-        raise InputError(f"indices is {shortened(given)}, expected a whole number from 0 for each of {count} texts")
+        raise InputError(f"indices is {shortened(argument)}, expected a whole number from 0 for each of {count} texts")
     return indices
 
 
 def _pieces(text: Pieces, tokens: Iterator[int]) -> Iterator[str]:
-    for token in tokens:
-        piece = text.push(token)
-        if piece:
-            yield piece
+    yield from filter(None, map(text.push, tokens))
     if rest := text.rest():
         yield rest

@@ -17,10 +17,9 @@ from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
 from tfexport.errors import DeadlineExceeded, Draining, EngineFailed, InputError, TfexportError, raise_all, shortened
 from tfexport.generation import DecodeConfig
-from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
 from tfexport.model.load import load
 from tfexport.model.model import Model
-from tfexport.model.result import Result, result_of
+from tfexport.model.result import NO_COPIES_IN_STREAMS, Result, check_copies, result_of, with_copies
 from tfexport.serve._generation import AnyGeneration, Generation, num_rows
 from tfexport.serve._served import MAX_WAITING, Served, outcome_of, prepare
 from tfexport.serve.config import MAX_S, ServingConfig

@@ -29,15 +29,7 @@ from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions
 from tfexport.runtime.session import Aligns, Floats, Session, Verifies
 from tfexport.text.tokenizer import Tokenizer
-from tfexport.verify._decodes import (
-    METHODS,
-    Stage,
-    batch_invariance,
-    compare_decodes,
-    decode_best,
-    measure_divergence,
-    recorded_texts,
-)
+from tfexport.verify._decodes import Stage, compare_all_decodes, recorded_texts
 from tfexport.verify._numbers import Batch, compare, random_batches, random_sources, step_logits, verified_logits
 from tfexport.verify._reference import reference_of
 from tfexport.verify._report import Decodes, Numbers, Report
@@ -49,9 +41,9 @@ Reporter = Callable[[str], None]
 class VerifyConfig(Config, subject="verify"):
     """The size of a verification; numbers are compared for at most 64 samples."""
 
-    samples: Annotated[
-        int, Ge(1), Le(1_000_000), Help("Random sequences to decode for each decoder variant and method.")
-    ] = 100
+    samples: Annotated[int, Ge(1), Le(1_000_000), Help("Sequences to decode with each decoder variant and method.")] = (
+        100
+    )
     seed: Annotated[Count, Help("Of the random sequences.")] = 0
 
     @classmethod
@@ -90,17 +82,10 @@ def verify_bundle(
         backend: "ort" compares every decoder variant that the device runs, "trt" an engine; None uses the backend that
             exports are verified on.
         config: the size of the verification.
-        device: that runs the graphs.
+        device: device that runs the graphs.
         engine: name of the engine; None for the only usable one.
         trusted_keys: files of public keys, one of which must have signed bundle and engine; None accepts every bundle.
         report: receives progress lines.
-
-    Raises:
-        BackendError: the backend, device or engine cannot be used here, or failed.
-        EngineError: there is no such engine, or it cannot be used here.
-        BundleError: the bundle is damaged or has no variant for the device; or it has no eager model and `against` is
-            None.
-        ConfigError: `against` is another model, the backend cannot be compared, or a key is invalid.
     """
     compared = _backend(backend)
     bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
@@ -159,7 +144,7 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
         numbers = [*checks.rounding, cached, *logits, *checks.speculation(sessions), *checks.alignment(sessions)]
         # Nothing can be decoded from NaN, and its check has failed already.
         finite = [Stage(*named, n.worst) for named, n in zip(sessions, logits, strict=True) if math.isfinite(n.error)]
-        decodes = _decodes(eager, finite, sources, report) if finite else []
+        decodes = compare_all_decodes(eager, finite, sources, report) if finite else []
         compared = [Stage("eager", eager, max((number.worst for number in checks.rounding), default=0.0)), *finite]
     if stages.tokenizer and stages.tokenizer.text.samples:
         for stage in compared:
@@ -189,9 +174,7 @@ class _Numbers:
         try:
             wide = _all_positions(model.double(), batches[0])
         except Exception as error:  # noqa: BLE001 - a user's own module may not run in float64
-            report(
-                f"the reference does not run in float64, so nothing is allowed for rounding ({type(error).__name__})"
-            )
+            report(f"the reference does not run in float64 ({type(error).__name__}): tolerances exclude rounding")
         else:
             self.rounding.append(compare("eager float64", [wide], [self._expected[0]], 1e-3))
 
@@ -237,29 +220,3 @@ def _alignment(session: Aligns, batch: Batch) -> Floats:
     found = session.align(batch.source_ids, batch.source_mask, batch.target_ids)
     sums: Floats = np.where(batch.source_mask[:, None], found, 0).sum(2, keepdims=True, dtype=np.float32)
     return np.concatenate((found, sums), 2)
-
-
-def _decodes(
-    eager: EagerSession, stages: Sequence[Stage], sources: Sequence[Sequence[int]], report: Reporter
-) -> list[Decodes]:
-    """Decode with every stage and method; then compare single sources with batches."""
-    found = []
-    for method, num_beams in METHODS.items():
-        report(f"decoding {len(sources)} sequences, {method}: eager")
-        expected = decode_best(eager, sources, num_beams, 8)
-        for stage in stages:
-            rows = stage.session.limits.rows
-            if rows.is_below(num_beams):
-                report(f"{stage.name} takes {rows.most} rows, too few for {method}")
-                continue
-            report(f"decoding {len(sources)} sequences, {method}: {stage.name}")
-            got = decode_best(stage.session, sources, num_beams, 8)
-            one = compare_decodes(stage, method, eager, sources, expected, got, num_beams=num_beams)
-            if not stage.must_be_exact:
-                one = replace(one, divergence=measure_divergence(eager, sources, expected, got))
-            found.append(one)
-    some = sources[: min(64, len(sources) // 2 + 1)]
-    for stage in stages:
-        report(f"decoding {len(some)} sequences alone and in batches: {stage.name}")
-        found.append(batch_invariance(stage, some, eager))
-    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import NamedTuple, cast
@@ -48,6 +49,35 @@ def decode_best(session: Session, sources: Sources, num_beams: int, batch_size: 
     return [best[0] for best in decode(session, sources, config, batch_size=batch_size)]
 
 
+def compare_all_decodes(
+    eager: Session, stages: Sequence[Stage], sources: Sources, report: Callable[[str], None]
+) -> list[Decodes]:
+    """Decode with every stage and method; then compare single sources with batches."""
+    found = []
+    for method, num_beams in METHODS.items():
+        report(f"decoding {len(sources)} sequences, {method}: eager")
+        expected = decode_best(eager, sources, num_beams, 8)
+        for stage in stages:
+            rows = stage.session.limits.rows
+            if rows.is_below(num_beams):
+                report(f"{stage.name} takes {rows.most} rows, too few for {method}")
+                continue
+            report(f"decoding {len(sources)} sequences, {method}: {stage.name}")
+            got = decode_best(stage.session, sources, num_beams, 8)
+            one = compare_decodes(stage, method, eager, sources, expected, got, num_beams=num_beams)
+            if not stage.must_be_exact:
+                one = replace(one, divergence=measure_divergence(eager, sources, expected, got))
+            found.append(one)
+    some = sources[: min(64, len(sources) // 2 + 1)]
+    for stage in stages:
+        report(f"decoding {len(some)} sequences alone and in batches: {stage.name}")
+        alone = decode_best(stage.session, some, 1, 1)
+        # Batches are sorted by length, and equal lengths need no padding: a large batch has all lengths.
+        together = decode_best(stage.session, some, 1, 64)
+        found.append(compare_decodes(stage, "batch invariance", eager, some, alone, together))
+    return found
+
+
 def compare_decodes(
     stage: Stage,
     method: str,
@@ -74,14 +104,6 @@ def compare_decodes(
         first = f"sequence {shown[0]}, {_difference(left, right, 'end')}, eager margin {margin:.1e}"
     exact = len(sources) - len(differing)
     return Decodes(stage.name, method, len(sources), exact, len(tied), first, stage.must_be_exact)
-
-
-def batch_invariance(stage: Stage, sources: Sources, eager: Session) -> Decodes:
-    """Compare decodes of single sources with those of padded batches."""
-    alone = decode_best(stage.session, sources, 1, 1)
-    # Batches are sorted by length, and equal lengths need no padding: a large batch has all lengths.
-    together = decode_best(stage.session, sources, 1, 64)
-    return compare_decodes(stage, "batch invariance", eager, sources, alone, together)
 
 
 def measure_divergence(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -18,8 +17,7 @@ LONGEST_SOURCE, LONGEST_TARGET = 48, 24
 PIECE = 5
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Random sequences of mixed lengths, padded on the right."""
 
     source_ids: Ids
@@ -38,8 +36,7 @@ def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
 def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_rows: int | None = None) -> list[Batch]:
     """Draw `count` sequences in batches of 1 to 8, at most `max_rows`.
 
-    The first batch has the largest size and length and a short prefix, so that even a few sequences test padding and
-    every position of the cache.
+    The first batch has the largest size and length and a short prefix, to test padding and all of the cache.
     """
     batches: list[Batch] = []
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
@@ -61,8 +58,7 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
     If the session returns fewer candidates than the vocabulary has tokens, the other logits are at most its last
     candidate's. They count as `expected`, or as the last candidate's if that is less.
 
-    Returns:
-        Logits after the prefix and each later token, float32 [batch, target_len - prefill + 1, vocab].
+    Returns [batch, target_len - prefill + 1, vocab], the logits after the prefix and after each later token.
     """
     running, steps, vocab = session.batch(), [], session.spec.vocab
     num_candidates = min(session.limits.candidates.most or vocab, vocab)

@@ -15,22 +15,14 @@ _COLUMNS = ("stage", "check", "result", "")
 
 @dataclass(frozen=True)
 class Numbers:
-    """A check that compares numbers of a stage with the eager model's.
-
-    Attributes:
-        error: largest |difference| as a share of the largest |value|; NaN if the stage returned NaN.
-        worst: largest |difference|.
-        tolerance: limit of `error`.
-        place: of the largest difference.
-        quantity: "logits", "speculation" or "alignment".
-    """
+    """A check that compares numbers of a stage with the eager model's."""
 
     stage: str
-    error: float
-    worst: float
-    tolerance: float
-    place: str
-    quantity: str = "logits"
+    error: float  # largest |difference| as a share of the largest |value|; NaN if the stage returned NaN
+    worst: float  # largest |difference|
+    tolerance: float  # limit of `error`
+    place: str  # of the largest difference
+    quantity: str = "logits"  # or "speculation" or "alignment"
 
     @property
     def passed(self) -> bool:
@@ -57,43 +49,30 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Differences from the reference's decodes, for stages that need not be exact.
+    """Differences from the reference's decodes; medians over those that differ."""
 
-    Attributes:
-        equal: share of the sequences that are equal token for token.
-        position: of the first different token, from 0; median over the other sequences, None if all are equal.
-        margin: difference of the reference's two best logits at that token; median, None if all are equal.
-    """
-
-    equal: float
-    position: float | None
-    margin: float | None
+    equal: float  # share of the sequences that are equal token for token
+    position: float | None  # of the first different token, from 0
+    margin: float | None  # difference of the reference's two best logits at that token
 
 
 @dataclass(frozen=True)
 class Decodes:
     """A check that compares whole decodes of a stage with the eager model's.
 
-    Attributes:
-        method: "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), or
-            "recorded texts" (text to text, compared with the user's own code).
-        sequences: number of decodes.
-        exact: number of decodes that are equal token for token.
-        ties: number of other decodes that the eager model also produces if its logits are perturbed by twice the
-            stage's measured error: rounding decides.
-        first: describes the first difference, preferably one that is not a tie.
-        must_be_exact: whether other differences fail; otherwise they are only reported.
-        divergence: None if sequences must be exact, and for batch invariance.
+    `method` is "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), or
+    "recorded texts" (text to text, compared with the user's own code). A decode that is not equal is a tie if the eager
+    model also produces it with its logits perturbed by twice the stage's measured error: rounding decides.
     """
 
     stage: str
     method: str
-    sequences: int
-    exact: int
+    sequences: int  # number of decodes
+    exact: int  # decodes that are equal token for token
     ties: int
-    first: str | None
-    must_be_exact: bool
-    divergence: Divergence | None = None
+    first: str | None  # describes the first difference, preferably one that is not a tie
+    must_be_exact: bool  # whether other differences fail; otherwise they are only reported
+    divergence: Divergence | None = None  # None if sequences must be exact, and for batch invariance
 
     @property
     def passed(self) -> bool:
@@ -152,8 +131,7 @@ class Report:
         for check, values in zip(self.checks, (*report["numbers"], *report["decodes"]), strict=True):
             values["passed"] = check.passed
         for values in report["numbers"]:
-            for key in ("error", "worst"):
-                values[key] = values[key] if math.isfinite(values[key]) else None
+            values |= {key: values[key] if math.isfinite(values[key]) else None for key in ("error", "worst")}
         return {**report, "passed": self.passed}
 
     def summary(self) -> dict[str, Any]:

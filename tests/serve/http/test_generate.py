@@ -165,6 +165,6 @@ async def test_where_unknowns_cannot_be_replaced(serve: Serve) -> None:
     async with serve() as served:
         for path, why in (
             ("generate", "replace_unknowns: this bundle was exported without alignment; export it again with"),
-            ("generate_stream", "stream: replace_unknowns is true, but the alignment is known when the text is whole"),
+            ("generate_stream", "stream: replace_unknowns is true, but the alignment is only known when the text is"),
         ):
             check(await served.post(path, {"text_input": TEXTS[0], "parameters": COPY}), 400, why)
