@@ -16,8 +16,7 @@ from tests import tiny
 from tests.gpu import decodes
 from tests.gpu.decodes import hypotheses
 from tests.gpu.job import Job
-from tests.runtime.exported import sources
-from tests.runtime.planted import planted, ranked
+from tests.runtime.exported import planted, ranked, sources
 from tests.tensorrt.artifact.stored import flip
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES

@@ -1,4 +1,4 @@
-"""Small models exported once for all tests that run their graphs, and what they are asked."""
+"""Small models that are exported once for all tests that run their graphs, and sources for them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from tfexport.runtime.session import Ids, Mask
 Once = Callable[[str, Callable[[Path], object]], Path]
 # Buffers of the target double twice, the second time up to the limit.
 LONG = tiny.config(max_source_length=200, max_target_length=3 * FIRST_CAPACITY)
+# ONNX Runtime's CUDA provider selects from a vocabulary of this size by radix.
+VOCAB = 600
 
 
 def variant_bundle(name: str, once: Once) -> Path:
-    """Export a variant of `tests/tiny.py`; its model directory, NAME-model, lies beside it.
-
-    In every form that it has, verified, two heads of its last layer as alignment; not to be changed.
-    """
+    """Export a variant of `tests/tiny.py` with all decoder variants; its model directory is NAME-model next to it."""
     config = ExportConfig(alignment=AlignmentHeads(layer=-1, heads=(1, 2)))
 
     def make(path: Path) -> None:
@@ -47,11 +46,7 @@ def variant_bundle(name: str, once: Once) -> Path:
 
 
 def exported(model: Transformer, once: Once) -> tuple[dict[str, Path], ModelSpec]:
-    """Return the graphs of a model in every form, made once for all workers; not to be changed.
-
-    To trace is slow: models of one configuration share the graphs, and those of a variant are its bundle's. Other
-    weights than the seeded ones stand in a weight file of their own.
-    """
+    """Return the graphs of a model, which models of one configuration share, with their own weight files."""
     spec, seeded = model_spec(model.config, "fp32"), tiny.model(model.config, dtype=torch.float32)
     folder = _seeded(seeded, spec, once)
     if digest(model) != digest(seeded):
@@ -93,3 +88,29 @@ def sources(config: TransformerConfig, lengths: tuple[int, ...] = (9, 4, 1, 6), 
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
     ids = np.random.default_rng(seed).integers(0, config.source_vocab, mask.shape)
     return np.where(mask, ids, config.tokens.pad), mask
+
+
+def wide(vocab: int = VOCAB) -> TransformerConfig:
+    """Configure a model with many tokens, whose sources may be longer than its short targets."""
+    return tiny.config(max_source_length=11, max_target_length=6, target_vocab=vocab, d_model=64)
+
+
+def with_logits(row: np.ndarray, config: TransformerConfig) -> Transformer:
+    """Return a model whose logits are `row`, whatever it reads."""
+    model = tiny.model(config, dtype=torch.float32)
+    assert model.out is not None
+    with torch.no_grad():
+        model.out.weight.zero_()
+        model.out.bias.copy_(torch.from_numpy(row))
+    return model
+
+
+def planted(vocab: int, levels: int) -> tuple[Transformer, np.ndarray]:
+    """Return a model whose logits have at most `levels` different values, and the logits."""
+    row = np.random.default_rng(0).integers(0, levels, vocab).astype(np.float32)
+    return with_logits(row, wide(vocab)), row
+
+
+def ranked(row: np.ndarray) -> np.ndarray:
+    """Rank the ids of a row: highest first, equal ones in order of id."""
+    return np.lexsort((np.arange(row.size), -row))

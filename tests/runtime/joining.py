@@ -1,4 +1,4 @@
-"""Requests of every kind that join and leave batches as chance will have it, and what each says alone."""
+"""Random requests that join and leave batches, and the same requests alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfexport.decode.request import Request, check_requests
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
-# What searches ask: each row of a batch may have another of these.
+# Every row of a batch may have another one.
 KINDS = (
     DecodeConfig(),
     DecodeConfig(no_repeat_ngram_size=2, min_new_tokens=2),
@@ -43,9 +43,7 @@ def alone(session: Session, requests: Sequence[Request]) -> dict[int, Outcome]:
     """Decode each request in a batch of its own."""
     found: dict[int, Outcome] = {}
     for request in requests:
-        loop = Loop(session, 1)
-        loop.submit([request])
-        found |= run(loop)
+        found |= joining(session, [request], 0, places=1)
     return found
 
 
@@ -59,21 +57,8 @@ def joining(session: Session, requests: Sequence[Request], seed: int, *, places:
             count = int(rng.integers(1, 4))
             loop.submit(waiting[:count])
             del waiting[:count]
-        found |= outcomes(loop)
+        found |= {update.request.text: update.outcome for update in loop.step() if update.outcome is not None}
     return found
-
-
-def run(loop: Loop) -> dict[int, Outcome]:
-    """Step until nothing is left."""
-    found: dict[int, Outcome] = {}
-    while loop.is_busy:
-        found |= outcomes(loop)
-    return found
-
-
-def outcomes(loop: Loop) -> dict[int, Outcome]:
-    """Take a step and return what is finished, by text."""
-    return {update.request.text: update.outcome for update in loop.step() if update.outcome is not None}
 
 
 def differing(left: dict[int, Outcome], right: dict[int, Outcome]) -> list[int]:

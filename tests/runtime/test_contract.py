@@ -1,4 +1,4 @@
-"""What every backend keeps to, against the full forward pass of the model in PyTorch."""
+"""Every backend, compared with the full forward pass of the model in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.runtime.exported import Once, exported, ort_session, sources
+from tests.runtime.exported import Once, exported, ort_session, ranked, sources, wide, with_logits
 from tests.runtime.joining import alone, differing, joining, random_requests
-from tests.runtime.planted import wide
-from tests.runtime.toy import TOY
+from tests.runtime.toy import ToySession
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.contract import DECODER, Form
@@ -25,7 +24,7 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.registry import Graphs, LoadOptions
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, ScoresTokens, Session, close_up
 
 MakeSession = Callable[[Transformer], Session]
@@ -34,7 +33,7 @@ MakeSession = Callable[[Transformer], Session]
 def contrib_session(model: Transformer, once: Once) -> Session:
     graphs, spec = exported(model, once)
     if spec.has_decoder and DECODER["contrib"] not in graphs:
-        pytest.skip(f"no contrib form: {' and '.join(CONTRIB.supports(model.config, 'fp32'))}")
+        pytest.skip(f"no contrib variant: {' and '.join(CONTRIB.supports(model.config, 'fp32'))}")
     return OrtSession(Graphs(graphs, spec), "contrib" if spec.has_decoder else None, threads=1)
 
 
@@ -43,30 +42,22 @@ def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool =
     return trt_session(graphs, spec, form if spec.has_decoder else None, cuda=CudaDouble(prompt=prompt))
 
 
-def toy_session(model: Transformer, once: Once) -> Session:
-    ((_, session),) = TOY.load(LoadOptions()).parity_sessions(Graphs(*exported(model, once)), LoadOptions())
-    return session
-
-
-# A new backend is one line here: its name, and how a model becomes a session.
+# A new backend is one line here.
 BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {
     "eager": lambda model, once: EagerSession(model),
     "ort concat": lambda model, once: ort_session(model, "concat", once),
     "ort static": lambda model, once: ort_session(model, "static", once),
-    # What a GPU runs: no buffer is shared with numpy, caches are moved by a graph.
+    # As on a GPU: no buffer is shared with NumPy, a graph moves caches.
     "ort static device": lambda model, once: ort_session(model, "static", once, host_caches=False),
     "ort contrib": contrib_session,
-    "toy": toy_session,
-    # The session that drives TensorRT, on doubles of engines and CUDA: once the device is late, once it is at once.
+    "toy": lambda model, once: ToySession(*exported(model, once)),
+    # The session of TensorRT, on doubles of engines and of CUDA, which runs work late or at once.
     "trt concat": lambda model, once: engine_session(model, "concat", once),
     "trt static": lambda model, once: engine_session(model, "static", once),
     "trt static prompt": lambda model, once: engine_session(model, "static", once, prompt=True),
 }
 ATOL = 2e-5
-CONFIGS = {
-    **tiny.VARIANTS,
-    "limits differ": wide(),
-}
+CONFIGS = {**tiny.VARIANTS, "limits differ": wide()}
 
 
 @pytest.fixture(params=BACKENDS, scope="module")
@@ -86,7 +77,7 @@ def session(make_session: MakeSession, model: Transformer) -> Session:
 
 @pytest.fixture(scope="module")
 def one(make_session: MakeSession) -> tuple[Session, Transformer]:
-    """Return a session for what does not depend on the kind of model."""
+    """Return a session for tests that do not depend on the kind of model."""
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
     return make_session(model), model
 
@@ -98,15 +89,10 @@ def targets(config: TransformerConfig, rows: int, length: int = 5, seed: int = 1
 def full_logits(model: Transformer, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> np.ndarray:
     """Return the logits of every position without a cache, in float64, one row at a time and without padding."""
     wide = tiny.model(model.config, dtype=torch.float64)
+    rows = zip(source_ids, source_mask, target_ids, strict=True)
+    inputs = [(ids[mask][None], mask[mask][None], new[None]) for ids, mask, new in rows]
     with torch.no_grad():
-        return np.concatenate(
-            [
-                wide(
-                    torch.tensor(ids[mask])[None], torch.ones(1, mask.sum(), dtype=torch.bool), torch.tensor(new)[None]
-                )
-                for ids, mask, new in zip(source_ids, source_mask, target_ids, strict=True)
-            ]
-        )
+        return np.concatenate([wide(*map(torch.tensor, arrays)) for arrays in inputs])
 
 
 def assert_candidates(found: Candidates, logits: np.ndarray, k: int) -> None:
@@ -184,12 +170,12 @@ def test_prompts_of_unequal_length(one: tuple[Session, Transformer]) -> None:
     source, target_ids = sources(model.config), targets(model.config, 4)
     expected = full_logits(model, *source, target_ids)
     lengths = [2, 1, 4, 4]
-    batch = session.batch()
+    batch, prompts = session.batch(), [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)]
     if not batch.can_join:
         with pytest.raises(InputError, match="concat"):
-            batch.add(*source, [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)])
+            batch.add(*source, prompts)
         return
-    batch.add(*source, [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)])
+    batch.add(*source, prompts)
     assert batch.lengths.tolist() == [length - 1 for length in lengths]
     rows = np.arange(4)
     for step in range(2):
@@ -225,7 +211,6 @@ def test_reorder(session: Session, model: Transformer, width: int, order: list[i
 @pytest.mark.parametrize("removed", [[1], [3], [0, 2], [3, 0, 1]], ids=str)
 @pytest.mark.parametrize("width", [1, 2])
 def test_remove(one: tuple[Session, Transformer], width: int, removed: list[int]) -> None:
-    """The last sources take the places of those that leave, with all that their rows have read."""
     session, model = one
     source_ids, source_mask = sources(model.config)
     rows, target_ids = 4 * width, targets(model.config, 4 * width, 4)
@@ -259,7 +244,6 @@ def test_an_empty_batch_is_begun_anew(one: tuple[Session, Transformer]) -> None:
 
 
 def test_sources_join_while_others_are_decoded(session: Session, model: Transformer) -> None:
-    """Longer and shorter ones, with prompts of their own, and all rows at different places."""
     first, late = sources(model.config, (4, 6)), sources(model.config, (9, 1, 2), seed=7)
     old, new = targets(model.config, 2, 5), targets(model.config, 3, 4, seed=8)
     batch = begun(session, first, old[:, :1].tolist())
@@ -291,22 +275,16 @@ def test_candidates_belong_to_the_caller(one: tuple[Session, Transformer]) -> No
 
 
 def test_equal_logits_come_in_order_of_id(make_session: MakeSession) -> None:
-    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
-    assert model.out is not None
-    levels = torch.tensor([0.0, 2.0, 1.0])[torch.arange(tiny.VOCAB) % 3]
-    with torch.no_grad():
-        model.out.weight.zero_()
-        model.out.bias.copy_(levels)
+    levels = np.array([0, 2, 1], np.float32)[np.arange(tiny.VOCAB) % 3]
+    model = with_logits(levels, tiny.VARIANTS["post"])
     session = make_session(model)
-    expected = sorted(range(tiny.VOCAB), key=lambda token: (-levels[token].item(), token))
     for k in (1, 5, 13, tiny.VOCAB):
         batch = begun(session, sources(model.config), [[1]] * 4)
         found = batch.step(targets(model.config, 4, 1)[:, 0], k)
-        assert found.token_ids.tolist() == [expected[:k]] * 4
+        assert found.token_ids.tolist() == [ranked(levels)[:k].tolist()] * 4
 
 
 def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -> None:
-    """Where a batch can take them: rows at different places, each going on with its best token."""
     session, model = one
     source = sources(model.config)
     start = targets(model.config, 4, 1)[:, 0]
@@ -400,7 +378,6 @@ def test_bad_arguments(one: tuple[Session, Transformer]) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_no_order_of_joining_changes_what_is_said(one: tuple[Session, Transformer], seed: int) -> None:
-    """Fifty sources in each of several orders: every kind of search, prompts and limits of their own, side by side."""
     session, _ = one
     requests = random_requests(session, 50, seed)
     assert not differing(joining(session, requests, seed), alone(session, requests))
@@ -416,7 +393,6 @@ def test_a_thousand_sources_join_in_any_order(one: tuple[Session, Transformer], 
 
 
 def test_rows_that_compute_nan_harm_nobody(make_session: MakeSession) -> None:
-    """Neither their neighbours, nor who has their place after them."""
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
     broken = tiny.VOCAB - 1  # a token of the source that is no number
     with torch.no_grad():
@@ -452,24 +428,19 @@ def test_an_encoder_alone_gives_hidden_states(make_session: MakeSession) -> None
     wide = tiny.model(config, dtype=torch.float64)
     for row, (row_ids, row_mask) in enumerate(zip(ids, mask, strict=True)):
         with torch.no_grad():
-            alone = wide.hidden_states(
-                torch.tensor(row_ids[row_mask])[None], torch.ones(1, row_mask.sum(), dtype=torch.bool)
-            )
-        np.testing.assert_allclose(hidden[row, row_mask], alone[0], atol=ATOL)
+            expected = wide.hidden_states(torch.tensor(row_ids[row_mask])[None], torch.tensor(row_mask[row_mask])[None])
+        np.testing.assert_allclose(hidden[row, row_mask], expected[0], atol=ATOL)
     with pytest.raises(BackendError, match="encoder alone"):
         session.batch()
     with pytest.raises(InputError):
         session.hidden_states(ids + tiny.VOCAB, mask)
 
 
-def test_a_decoder_gives_no_hidden_states(one: tuple[Session, Transformer]) -> None:
-    session, model = one
+def test_sessions_with_a_decoder_and_closed_ones_refuse(make_session: MakeSession) -> None:
+    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
+    session = make_session(model)
     with pytest.raises(BackendError, match="has a decoder"):
         session.hidden_states(*sources(model.config))
-
-
-def test_a_closed_session_says_so(make_session: MakeSession) -> None:
-    session = make_session(tiny.model(tiny.VARIANTS["post"], dtype=torch.float32))
     session.close()
     with pytest.raises(BackendError, match="closed"):
         session.batch()

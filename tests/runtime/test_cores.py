@@ -1,4 +1,4 @@
-"""Cores that a process can really use: hyperthreads, affinity and quotas of containers."""
+"""Cores that a process may use: hyperthreads, affinity and quotas of containers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tfexport.runtime.cpu import available_cores
 
 ALLOWED = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-pytestmark = pytest.mark.skipif(not ALLOWED, reason="this system says nothing of affinity and quotas")
+pytestmark = pytest.mark.skipif(not ALLOWED, reason="this system has no affinity or quotas")
 
 
 @pytest.fixture

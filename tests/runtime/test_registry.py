@@ -1,4 +1,4 @@
-"""The registry: what a backend is asked for, which one is taken, and which form of the decoder runs where."""
+"""The registry: which backend and which decoder variant open a bundle."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_bench_measures_a_registered_backend_and_verifies_it_first(toy: Backend,
     config = BenchConfig(backend="toy", duration=0.1, source_length=(5,), target_length=(3,))
     bundle = read_bundle(dates_bundle)
     manifest = dataclasses.replace(bundle.manifest, parity={"passed": True})
-    told: list[str] = []
-    found = check_parity(dataclasses.replace(bundle, manifest=manifest), config, told.append)
+    lines: list[str] = []
+    found = check_parity(dataclasses.replace(bundle, manifest=manifest), config, lines.append)
     assert found["source"] == "verified before measuring", "its export was verified on another backend"
-    assert "comparing logits: toy" in told
+    assert "comparing logits: toy" in lines
     measured = measure(dates_bundle, resolve(config, bundle.manifest.spec, has_texts=False), None, 0)
     assert measured["backend"] == "toy"
 
@@ -61,7 +61,7 @@ def test_bench_measures_a_registered_backend_and_verifies_it_first(toy: Backend,
 # ---- which backend
 
 
-def test_an_unknown_backend_is_told_those_that_there_are(dates_bundle: Path) -> None:
+def test_the_error_for_an_unknown_backend_lists_all(dates_bundle: Path) -> None:
     known = "'auto', 'ort', 'eager', 'trt'"
     with pytest.raises(ConfigError, match=f"backend is 'toy', expected one of {known}"):
         tfexport.load(dates_bundle, backend="toy")
@@ -102,31 +102,27 @@ def test_auto_takes_the_first_that_is_installed_and_can_run_the_bundle(
     assert registry.choose(bundle, LoadOptions()).name == "eager"
     with pytest.raises(BackendError, match=r"ort: onnxruntime is not installed; .*; eager: has no device cuda; trt: "):
         registry.choose(bundle, LoadOptions(device="cuda"))
-    # What is asked of a backend that is there is never answered by another.
+    # Options of one backend are never ignored by another.
     with pytest.raises(BackendError, match="auto: engine fast is for TensorRT; use it with --backend trt, or leave"):
         registry.choose(bundle, LoadOptions(engine="fast"))
 
 
-# ---- which form of the decoder ONNX Runtime opens: contrib on the CPU, never on a GPU
+# ---- which decoder variant ONNX Runtime opens: contrib on the CPU, never on a GPU
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Form | None]:
-    """Note the forms that are opened; the graphs of these bundles are placeholders."""
+    """Record the variants that are opened; the graphs of these bundles are placeholders."""
     forms: list[Form | None] = []
-
-    def note(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> None:
-        forms.append(form)
-
-    monkeypatch.setattr(ort, "OrtSession", note)
+    monkeypatch.setattr(ort, "OrtSession", lambda graphs, form, *more: forms.append(form))
     return forms
 
 
 @pytest.fixture
 def without_static(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for a GPU without kernels for the static form."""
+    """Emulate a GPU without kernels for the static variant."""
 
-    def refuse_static(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> str:
+    def refuse_static(graphs: Any, form: Form | None, *more: Any) -> str:
         if form == "static":
             raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
         return f"opened {form}"
@@ -143,12 +139,17 @@ def without_static(monkeypatch: pytest.MonkeyPatch) -> None:
         (ENCODER, "cpu", "contrib"),
     ],
 )
-def test_the_form_is_the_fastest_that_bundle_and_device_have(
+def test_the_fastest_variant_of_bundle_and_device_is_opened(
     graphs: Any, device: Device, form: Form, tmp_path: Path, opened: list[Form | None]
 ) -> None:
-    bundle = make_contrib(tmp_path / "b", graphs)
-    open_session(bundle, LoadOptions(backend="ort", threads=1, device=device))
+    bundle, options = make_contrib(tmp_path / "b", graphs), LoadOptions(backend="ort", threads=1, device=device)
+    open_session(bundle, options)
     assert opened == [form]
+    if graphs is GRAPHS:
+        variants = ("concat", "static", "contrib") if device == "cpu" else ("concat", "static")
+        stages = [f"ort {form}" + ("" if device == "cpu" else " cuda") for form in variants]
+        assert [stage for stage, _ in ort.parity_sessions(Graphs.of(bundle), options)] == stages
+        assert opened == [form, *variants]
 
 
 @pytest.mark.usefixtures("without_static")
@@ -164,7 +165,7 @@ def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
         "update onnxruntime-gpu to 1.30 or newer for the static one"
     )
     assert verified == "ort: decoder_static.onnx: no kernel for Cast; does not verify the static decoder variant"
-    # A form requested by name is never replaced.
+    # A requested variant is never replaced.
     with pytest.raises(PlacementError, match="no kernel for Cast"):
         open_session(bundle, dataclasses.replace(options, form="static"))
     alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
@@ -174,7 +175,7 @@ def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
         list(ort.parity_sessions(Graphs.of(alone), options))
 
 
-def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:
+def test_a_bundle_without_contrib_runs_static(tmp_path: Path, opened: list[Form | None]) -> None:
     bundle = make(tmp_path / "b")
     open_session(bundle, LoadOptions(backend="ort", threads=1))
     assert opened == ["static"]
@@ -184,7 +185,7 @@ def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened
         open_session(bundle, LoadOptions(backend="ort", threads=1, form="contrib"))
 
 
-def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
+def test_contrib_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
     bundle = make_contrib(tmp_path / "b", ENCODER)
     refusal = "has only the decoder variant contrib, which runs on the CPU; for device cuda export it with --forms"
     with pytest.raises(BundleError, match=refusal):
@@ -195,16 +196,3 @@ def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
         BackendError, match="decoder variant contrib runs on the CPU only; for device cuda leave it out"
     ):
         open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", form="contrib"))
-
-
-@pytest.mark.parametrize(
-    ("device", "forms"), [("cpu", ["concat", "static", "contrib"]), ("cuda", ["concat", "static"])]
-)
-def test_every_variant_of_the_device_is_verified(
-    device: Device, forms: list[str], tmp_path: Path, opened: list[Form | None]
-) -> None:
-    bundle = make_contrib(tmp_path / "b", GRAPHS)
-    where = "" if device == "cpu" else f" {device}"
-    opened_sessions = ort.parity_sessions(Graphs.of(bundle), LoadOptions(device=device))
-    assert [name for name, _ in opened_sessions] == [f"ort {form}{where}" for form in forms]
-    assert opened == forms

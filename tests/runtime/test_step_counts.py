@@ -1,7 +1,4 @@
-"""What a step of decoding costs, in counts that no busy machine changes: kernels, runs, bytes that move.
-
-Times are measured outside CI; here a change that makes decoding slower shows as a larger number.
-"""
+"""The cost of a decode step in counts, which do not depend on the machine's load: kernels, runs, bytes."""
 
 from __future__ import annotations
 
@@ -34,15 +31,9 @@ BATCH, NEW_TOKENS, BEAMS = 8, 60, 4
 LENGTH = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
 
 
-@pytest.fixture(scope="session")
-def bundle(random_bundle: Path) -> Path:
-    """The preset tiny: two layers on each side, 1,000 tokens of vocabulary, random weights."""
-    return random_bundle
-
-
 @pytest.fixture
-def model(bundle: Path) -> Iterator[Model]:
-    with tfexport.load(bundle, threads=1) as opened:
+def model(random_bundle: Path) -> Iterator[Model]:
+    with tfexport.load(random_bundle, threads=1) as opened:
         yield opened
 
 
@@ -52,12 +43,12 @@ def sources() -> list[list[int]]:
     return found
 
 
-def test_kernels_of_a_step(bundle: Path, tmp_path: Path) -> None:
+def test_kernels_of_a_step(random_bundle: Path, tmp_path: Path) -> None:
     """Count what is left when ONNX Runtime has optimized the graph: it has no loops, so each node is one call."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    ort.InferenceSession(str(bundle / "decoder_contrib.onnx"), options, providers=["CPUExecutionProvider"])
+    ort.InferenceSession(str(random_bundle / "decoder_contrib.onnx"), options, providers=["CPUExecutionProvider"])
     nodes = onnx.load(str(tmp_path / "optimized.onnx"), load_external_data=False).graph.node
     calls, layers = Counter(node.op_type for node in nodes), 2
     assert (calls["GroupQueryAttention"], calls["MultiHeadAttention"]) == (layers, layers)
@@ -67,24 +58,24 @@ def test_kernels_of_a_step(bundle: Path, tmp_path: Path) -> None:
     assert len(nodes) <= 60, calls
 
 
-def test_cross_attention_of_a_step_does_not_scale(bundle: Path) -> None:
+def test_cross_attention_of_a_step_does_not_scale(random_bundle: Path) -> None:
     """With a scale ONNX Runtime takes a kernel that is half as fast where a source has hundreds of tokens."""
-    nodes = onnx.load(str(bundle / "decoder_contrib.onnx"), load_external_data=False).graph.node
+    nodes = onnx.load(str(random_bundle / "decoder_contrib.onnx"), load_external_data=False).graph.node
     attentions = [node for node in nodes if node.op_type == "MultiHeadAttention"]
     scales = [attribute.f for node in attentions for attribute in node.attribute if attribute.name == "scale"]
     assert scales == [1.0] * 2
 
 
-def test_weights_that_loading_keeps_twice(bundle: Path) -> None:
+def test_weights_that_loading_keeps_twice(random_bundle: Path) -> None:
     """ONNX Runtime packs what it multiplies with, and keeps the original too where rows are looked up in it."""
-    nodes = onnx.load(str(bundle / "decoder_contrib.onnx"), load_external_data=False).graph.node
+    nodes = onnx.load(str(random_bundle / "decoder_contrib.onnx"), load_external_data=False).graph.node
     looked_up = {node.input[0] for node in nodes if node.op_type == "Gather"}
     multiplied = {node.input[1] for node in nodes if node.op_type in ("Gemm", "MatMul")}
     assert len(multiplied) > 2
     assert not looked_up & multiplied
 
 
-def test_order_of_loading(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_loading(random_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The larger graph loads while the other holds nothing: what it packs lies in memory twice for a moment."""
     loaded: list[str] = []
     load = OrtDevice.load
@@ -94,7 +85,7 @@ def test_order_of_loading(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return load(device, graph, *arguments, **options)
 
     monkeypatch.setattr(OrtDevice, "load", noted_load)
-    tfexport.load(bundle, backend="ort").close()
+    tfexport.load(random_bundle, backend="ort").close()
     assert loaded == ["decoder_contrib", "encoder_contrib"]
 
 
@@ -119,7 +110,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], calls: Counter[str]) -> None:
-    """A greedy call runs the encoder once and the decoder once for each token, bound once while shapes stay."""
+    """Greedy search runs the encoder once and the decoder once for each token, and binds equal shapes once."""
     model.generate_ids(sources, **LENGTH)
     assert calls == {"_encode": 1, "run": NEW_TOKENS, "_bind": 1}
     calls.clear()
@@ -186,7 +177,7 @@ def test_python_memory_of_a_greedy_step(model: Model, sources: list[list[int]]) 
 def test_tokens_that_a_beam_search_copies(
     model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beams that go on stay where they are; one that branches is copied from where it parts, not from the start."""
+    """Only beams that branch are copied, from the first different token on."""
     counts: Counter[str] = Counter()
     copy, reorder = ContribBatch._copy_row, ContribBatch.reorder
 
@@ -208,11 +199,10 @@ def test_tokens_that_a_beam_search_copies(
     assert counts["tokens"] < 0.25 * counts["tokens held"], counts
 
 
-def test_bytes_that_a_step_reads(bundle: Path) -> None:
-    """Every weight of the decoder but the source's keys and values, and of the tables a row; once, in float32."""
+def test_bytes_that_a_step_reads(random_bundle: Path) -> None:
     parameters = dict(build_preset("tiny").named_parameters())
     unread = ("dec.embed.", "dec.pos", ".cross.k.", ".cross.v.")
     read = [
         p.numel() for n, p in parameters.items() if n.startswith(("dec.", "out.")) and not any(u in n for u in unread)
     ]
-    assert step_weight_bytes(open_bundle(bundle)) == 4 * sum(read)
+    assert step_weight_bytes(open_bundle(random_bundle)) == 4 * sum(read)

@@ -33,14 +33,11 @@ def test_steps_of_a_small_decoder_take_one_thread_and_all_else_the_cores(dates_b
 
 
 def test_none_leaves_it_to_onnx_runtime(dates_bundle: Path) -> None:
-    assert choose_threads(None, read_bundle(dates_bundle)) is None
+    with tfexport.load(dates_bundle, backend="eager") as model:
+        assert model.threads is None, "only ONNX Runtime has the option"
     with tfexport.load(dates_bundle, threads=None) as model:
         assert model.threads is None
         assert model.session._graphs.decoder.get_session_options().intra_op_num_threads == 0  # type: ignore[attr-defined]
-
-
-def test_a_number_is_for_all(dates_bundle: Path) -> None:
-    assert choose_threads(3, read_bundle(dates_bundle)) == Threads(3, 3)
 
 
 @pytest.mark.parametrize("form", ["concat", "static", "contrib"])
@@ -51,11 +48,6 @@ def test_every_form_runs_with_what_was_chosen(dates_bundle: Path, form: Form) ->
             graphs: Any = model.session._graphs  # type: ignore[attr-defined]
             taken = [graph.get_session_options().intra_op_num_threads for graph in (graphs.encoder, graphs.decoder)]
             assert taken == [wanted.encoder, wanted.decoder]
-
-
-def test_other_backends_have_threads_of_their_own(dates_bundle: Path) -> None:
-    with tfexport.load(dates_bundle, backend="eager") as model:
-        assert model.threads is None
 
 
 @pytest.mark.parametrize("threads", [0, -1, "many", "2", 1.5, True, 1025])

@@ -1,4 +1,4 @@
-"""Equal logits: in order of id, whichever backend and form, and what a device gives in another order is sorted."""
+"""Candidates with equal logits are in order of id."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tests.runtime.exported import Once, exported
-from tests.runtime.planted import VOCAB, planted, ranked
-from tfexport.contract import Form
+from tests.runtime.exported import VOCAB, Once, exported, planted, ranked
 from tfexport.runtime.ort._device import OrtDevice, OrtGraphs, Step
 from tfexport.runtime.ort._providers import CUDA
 from tfexport.runtime.session import Candidates, in_order_of_id
 
-FORMS: tuple[Form, ...] = ("concat", "static", "contrib")
 
-
-def test_what_a_device_gives_in_another_order_is_sorted(once: Once) -> None:
-    """Planted into the outputs of a step: ties by id mod 256, as the radix selection of ONNX Runtime CUDA has them."""
+def test_candidates_of_a_device_are_sorted(once: Once) -> None:
+    """The outputs of a step have ties in order of id mod 256, as the radix selection of ONNX Runtime CUDA."""
     model, row = planted(VOCAB, levels=5)
     graphs, spec = exported(model, once)
     device = OrtDevice("cpu")

@@ -1,4 +1,4 @@
-"""A backend that is registered by a test: plain ONNX Runtime without a cache, each row read anew in every step."""
+"""A backend for tests: plain ONNX Runtime without a cache, which reads whole rows in every step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ToySession(CheckedSession):
 
 
 class ToyBatch(CheckedBatch):
-    """What each source says to the decoder, and what each row has read."""
+    """The encoder's outputs of each source, and the tokens of each row."""
 
     def __init__(self, session: ToySession, width: int) -> None:
         super().__init__(session.spec, width)

@@ -1,4 +1,4 @@
-"""Rows that join and leave in ONNX Runtime: each says what it says alone, whoever was in its place or is beside it."""
+"""Rows that join and leave in ONNX Runtime: each returns the same as in a batch of its own."""
 
 from __future__ import annotations
 
@@ -26,20 +26,9 @@ STATIC = {"host": True, "device": False}
 VARIANTS = ("post", "t5", "mixed")
 
 
-@pytest.fixture(params=VARIANTS)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return tiny.model(tiny.VARIANTS[request.param], dtype=torch.float32)
-
-
-@pytest.fixture
-def long_model() -> Transformer:
-    """Texts that outgrow the first buffers twice, the second time up to the limit."""
-    return tiny.model(LONG, dtype=torch.float32)
-
-
 @pytest.fixture(params=STATIC)
 def static(request: pytest.FixtureRequest, once: Once) -> Sessions:
-    """Return what opens a model, and again with the caches elsewhere: there each text is decoded alone."""
+    """Open a model, and again with the caches elsewhere, to decode each text alone."""
     here = STATIC[request.param]
     return lambda model: tuple(ort_session(model, "static", once, host_caches=host) for host in (here, not here))
 
@@ -117,11 +106,7 @@ def poison(buffers: RowBuffers, live: int) -> None:
 def run(
     batch: StaticBatch, waiting: list[Text], rng: np.random.Generator, room: int, *, leave_early: bool = False
 ) -> list[Text]:
-    """Decode texts that join a few at a time and leave when they are done, over rows left full of NaN.
-
-    Returns:
-        Those that left early.
-    """
+    """Decode texts that join over rows full of NaN, until they are done or leave early; return the latter."""
     texts: list[Text] = []
     left: list[Text] = []
     while waiting or texts:
@@ -144,12 +129,11 @@ def run(
     return left
 
 
+@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_rows_that_join_and_leave_say_what_they_say_alone(
-    static: Sessions, model: Transformer, width: int, seed: int
-) -> None:
-    rng, (session, other) = np.random.default_rng(seed), static(model)
+def test_rows_that_join_and_leave_equal_rows_alone(static: Sessions, name: str, width: int, seed: int) -> None:
+    rng, (session, other) = np.random.default_rng(seed), static(tiny.model(tiny.VARIANTS[name], dtype=torch.float32))
     texts = [draw(rng, width, 19) for _ in range(24)]
     batch = session.batch(width)
     assert isinstance(batch, StaticBatch)
@@ -162,8 +146,8 @@ def test_rows_that_join_and_leave_say_what_they_say_alone(
     assert_as_alone(other, texts, width)
 
 
-def test_buffers_grow_and_shrink_with_what_is_in_them(static: Sessions, long_model: Transformer) -> None:
-    rng, (session, other) = np.random.default_rng(1), static(long_model)
+def test_buffers_grow_and_shrink_with_what_is_in_them(static: Sessions) -> None:
+    rng, (session, other) = np.random.default_rng(1), static(tiny.model(LONG, dtype=torch.float32))
     texts = [draw(rng, 2, most) for most in (190, 9, 9, 9, 190, 70, 9, 9, 9, 9, 9, 9)]
     texts[0].tokens, texts[0].orders = (np.resize(array, (185, 2)) for array in (texts[0].tokens, texts[0].orders))
     texts[0].source, texts[3].source = [5] * 2, [6] * 24

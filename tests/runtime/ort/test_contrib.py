@@ -1,11 +1,11 @@
-"""The contrib form's batches: hypotheses that keep their rows, buffers that nobody cleared, and what is copied."""
+"""Batches of the contrib decoder variant: rows, buffers, copies, and several steps in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.runtime.exported import LONG, sources
+from tests.runtime.exported import LONG, Once, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.test_contract import assert_candidates, begun, contrib_session, targets
 from tfexport.contract import ModelSpec
@@ -22,7 +22,7 @@ from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.export.write import write_graphs
 from tfexport.generation import DecodeConfig
-from tfexport.nn.config import TransformerConfig, model_spec
+from tfexport.nn.config import model_spec
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
@@ -31,7 +31,6 @@ from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Batch, Candidates, Ids, Limits, Mask, MultiStep, Session
 
-Once = Callable[[str, Callable[[Path], object]], Path]
 # The buffers double twice, the second time up to the limit.
 LIMIT = 3 * FIRST_CAPACITY
 
@@ -49,7 +48,7 @@ def session(model: Transformer, once: Once) -> OrtSession:
 
 
 class Pair:
-    """Two batches over one model that are told the same: what one says, the other has to say."""
+    """A batch and an eager batch that get the same calls and must return the same."""
 
     def __init__(self, session: Session, model: Transformer, width: int) -> None:
         self.batches: tuple[Batch, Batch] = (session.batch(width), EagerSession(model).batch(width))
@@ -62,8 +61,13 @@ class Pair:
     def sources(self) -> int:
         return self.rows // self.batches[0].width
 
+    def call(self, name: str, *arguments: object) -> None:
+        for batch in self.batches:
+            getattr(batch, name)(*arguments)
+        assert self.batches[0].lengths.tolist() == self.batches[1].lengths.tolist()
+
     def add(self, source: tuple[Ids, Mask], prompts: Sequence[Sequence[int]]) -> None:
-        self._each(lambda batch: batch.add(*source, prompts))
+        self.call("add", *source, prompts)
 
     def step(self, target_ids: Ids, num_candidates: int = 3) -> None:
         """Compare the candidates with the logits of every token."""
@@ -71,17 +75,6 @@ class Pair:
         logits = np.empty(every.logits.shape, np.float64)
         np.put_along_axis(logits, every.token_ids, every.logits, 1)
         assert_candidates(self.batches[0].step(target_ids, num_candidates), logits, num_candidates)
-
-    def reorder(self, rows: Ids) -> None:
-        self._each(lambda batch: batch.reorder(rows))
-
-    def remove(self, removed: Ids) -> None:
-        self._each(lambda batch: batch.remove(removed))
-
-    def _each(self, call: Callable[[Batch], object]) -> None:
-        for batch in self.batches:
-            call(batch)
-        assert self.batches[0].lengths.tolist() == self.batches[1].lengths.tolist()
 
 
 def ids_of(pair: Pair, seed: int) -> Ids:
@@ -91,7 +84,6 @@ def ids_of(pair: Pair, seed: int) -> Ids:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), width=st.integers(1, 4))
 def test_any_sequence_of_changes_says_what_eager_says(data: st.DataObject, width: int, session: OrtSession) -> None:
-    """Sources join and leave, beams change places, branch and die, between steps."""
     model = tiny.model(LONG, dtype=torch.float32)
     pair = Pair(session, model, width)
     for number in range(data.draw(st.integers(2, 10))):
@@ -102,21 +94,20 @@ def test_any_sequence_of_changes_says_what_eager_says(data: st.DataObject, width
             pair.add(sources(model.config, tuple(lengths), seed=number), prompts)
         for _ in range(data.draw(st.integers(0, 2))):
             by_source = rng.integers(0, width, (pair.sources, width)) + np.arange(pair.sources)[:, None] * width
-            pair.reorder(by_source.ravel())
+            pair.call("reorder", by_source.ravel())
         pair.step(ids_of(pair, number), data.draw(st.sampled_from((1, 5))))
         if data.draw(st.integers(0, 2)) == 0:
-            pair.remove(np.flatnonzero(rng.random(pair.sources) < 0.5))
+            pair.call("remove", np.flatnonzero(rng.random(pair.sources) < 0.5))
 
 
 def test_buffers_grow_up_to_the_limit(session: OrtSession, model: Transformer) -> None:
-    """Token by token, with beams that change places and sources that leave on the way."""
     pair = Pair(session, model, 2)
     pair.add(sources(model.config), [[1]] * 4)
     for position in range(LIMIT):
         if position == 40:
-            pair.reorder(np.array([1, 0, 2, 3, 5, 5, 7, 6]))
+            pair.call("reorder", np.array([1, 0, 2, 3, 5, 5, 7, 6]))
         if position == 70:
-            pair.remove(np.array([1, 0]))
+            pair.call("remove", np.array([1, 0]))
         pair.step(ids_of(pair, position))
     with pytest.raises(InputError, match=f"target has {LIMIT + 1} tokens, the limit is {LIMIT}"):
         pair.batches[0].step(ids_of(pair, 0), 1)
@@ -125,7 +116,6 @@ def test_buffers_grow_up_to_the_limit(session: OrtSession, model: Transformer) -
 @pytest.mark.parametrize("length", [FIRST_CAPACITY, FIRST_CAPACITY + 1, FIRST_CAPACITY + 2, LIMIT - 1])
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_long_prompt_fits_at_once(length: int, width: int, session: OrtSession, model: Transformer) -> None:
-    """Beside a source that has read a token, too."""
     pair = Pair(session, model, width)
     pair.add(sources(model.config, (3,)), [[1]])
     pair.step(ids_of(pair, 0))
@@ -136,7 +126,6 @@ def test_a_long_prompt_fits_at_once(length: int, width: int, session: OrtSession
 def test_what_nobody_wrote_is_not_read(
     session: OrtSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that is not cleared may hold anything, NaN before all."""
     requests = random_requests(session, 40, 0)
     expected = alone(session, requests)
     empty = np.empty
@@ -198,8 +187,8 @@ def test_a_closed_session_says_so_in_the_middle_of_a_text(model: Transformer, on
 
 
 def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
-    """The operators ask for equal widths that 8 divides in the decoder's own attention alone."""
-    config: TransformerConfig = tiny.config(encoder={"d_k": 6, "d_v": 10}, attention_bias=False)
+    """Only in the decoder's self-attention, the operators need equal widths divisible by 8."""
+    config = tiny.config(encoder={"d_k": 6, "d_v": 10}, attention_bias=False)
     model = tiny.model(config, dtype=torch.float32)
     spec = model_spec(config, "fp32")
     write_graphs(model, spec, tmp_path, forms=("contrib",), opset=18, report=lambda line: None)
@@ -224,26 +213,23 @@ class OtherEnd:
 
     def batch(self, width: int = 1) -> Batch:
         batch = self._session.batch(width)
-        return batch if self._multi_step else OneByOne(batch)
+        return batch if self._multi_step else cast(Batch, OneByOne(batch))
 
 
 class OneByOne:
     """A batch that takes no steps together."""
 
-    can_join = True
-
     def __init__(self, inner: Batch) -> None:
-        self.width, self._inner = inner.width, inner
-        self.add, self.step, self.reorder, self.remove = inner.add, inner.step, inner.reorder, inner.remove
+        self._inner = inner
 
-    @property
-    def lengths(self) -> Ids:
-        return self._inner.lengths
+    def __getattr__(self, name: str) -> object:
+        if name == "multi_step":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
 @pytest.mark.parametrize("eos", range(4, 12))
 def test_several_steps_find_what_single_steps_find(eos: int, session: OrtSession) -> None:
-    """With any token as the end, so that texts end early, late and never; with bans of the end and with prefixes."""
     spec = replace(session.spec, tokens=replace(session.spec.tokens, eos=eos))
     several, single = (OtherEnd(session, spec, multi_step=multi_step) for multi_step in (True, False))
     assert isinstance(several.batch(), MultiStep)
@@ -290,16 +276,13 @@ def test_several_steps_keep_to_the_limit(session: OrtSession, model: Transformer
     assert batch.lengths.tolist() == [0, 1, 0, 0]  # type: ignore[attr-defined]
 
 
-def test_numbers_that_are_none_are_found_in_the_midst_of_several_steps(
+def test_nan_within_several_steps_is_reported_with_its_place(
     session: OrtSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fifth token of the second text: a batch that gives NaN there is refused by that name."""
     multi_step = ContribBatch.multi_step
 
-    def broken(
-        batch: ContribBatch, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]
-    ) -> Candidates:
-        found = multi_step(batch, target_ids, num_candidates, steps, stop_ids)
+    def broken(batch: ContribBatch, *arguments: Any) -> Candidates:
+        found = multi_step(batch, *arguments)
         found.logits[4, 1], found.log_normalizer[4, 1] = np.nan, np.nan
         return found
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime's device memory: what a GPU runs, run on the CPU; and what is said where there is no GPU."""
+"""The memory of devices in ONNX Runtime, tested on the CPU, and errors without a GPU."""
 
 from __future__ import annotations
 
@@ -28,14 +28,7 @@ from tfexport.nn.config import model_spec
 from tfexport.precision import FLOAT, Precision
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, _DeviceBuffers, _HostBuffers
 from tfexport.runtime.ort._device import ELEMENT_TYPE, ITEM_BYTES, OrtDevice, RowGather
-from tfexport.runtime.ort._providers import (
-    CUDA,
-    PROVIDERS,
-    PlacementError,
-    driver_problem,
-    misplaced,
-    prepare_cuda,
-)
+from tfexport.runtime.ort._providers import CUDA, PROVIDERS, PlacementError, driver_problem, misplaced, prepare_cuda
 from tfexport.runtime.ort._static import StaticBatch
 
 SPEC = model_spec(tiny.VARIANTS["post"], "fp32")

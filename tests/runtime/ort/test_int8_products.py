@@ -1,4 +1,4 @@
-"""8-bit products are exact on every CPU: the stored probe, what it finds, and what the runtime then computes."""
+"""8-bit products are exact on every CPU: the stored probe, and products of the runtime."""
 
 from __future__ import annotations
 
@@ -49,12 +49,19 @@ def probe() -> ModelProto:
         shape = {"K": INPUTS, "N": OUTPUTS, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
         read = ["floats", f"values{bits}", "block_scale", f"zeros{bits}"]
         nodes.append(helper.make_node("MatMulNBits", read, [f"blocks{bits}"], **contrib, **shape))
-    value = helper.make_tensor_value_info
+    inputs = [("bytes", TensorProto.UINT8, INPUTS), ("floats", TensorProto.FLOAT, INPUTS)]
+    return model_of(nodes, inputs, [(name, TensorProto.FLOAT, OUTPUTS) for name in EXPECTED], arrays)
+
+
+def model_of(nodes: Any, inputs: Any, outputs: Any, arrays: dict[str, NDArray[Any]]) -> ModelProto:
+    """Make a model of inputs and outputs (name, type, width)."""
     graph = helper.make_graph(
         nodes,
         "int8_products",
-        [value("bytes", TensorProto.UINT8, ["rows", INPUTS]), value("floats", TensorProto.FLOAT, ["rows", INPUTS])],
-        [value(name, TensorProto.FLOAT, ["rows", OUTPUTS]) for name in EXPECTED],
+        *(
+            [helper.make_tensor_value_info(name, kind, ["rows", width]) for name, kind, width in side]
+            for side in (inputs, outputs)
+        ),
         [numpy_helper.from_array(array, name) for name, array in arrays.items()],
     )
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
@@ -78,17 +85,9 @@ def test_the_runtime_multiplies_exactly(tmp_path: Path) -> None:
     node = helper.make_node(
         "MatMulIntegerToFloat", ["x", "weight", "one", "scales", "zero"], ["y"], domain="com.microsoft"
     )
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [value("x", TensorProto.UINT8, ["rows", 256])],
-        [value("y", TensorProto.FLOAT, ["rows", 48])],
-        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
-    )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    model = model_of([node], [("x", TensorProto.UINT8, 256)], [("y", TensorProto.FLOAT, 48)], arrays)
     path = tmp_path / "g.onnx"
-    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    path.write_bytes(model.SerializeToString())
     session = OrtDevice("cpu", weights="int8").load(path, "g", 1)
     for rows in (1, 2, 7, 64):
         x = rng.choice([0, 255, 128, 254], (rows, 256)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""CUDA's libraries: what a library is linked to, and where others of Python's packages are found."""
+"""How libraries load: those of CUDA from Python's packages, ONNX Runtime without telemetry."""
 
 from __future__ import annotations
 
@@ -46,3 +46,19 @@ def test_where_nothing_is_found_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
     assert where_looked() == (
         "looked in LD_LIBRARY_PATH, the system's folders and no nvidia/*/lib or torch/lib on Python's path"
     )
+
+
+def test_telemetry_is_off_before_onnxruntime_is_loaded() -> None:
+    program = (
+        "import builtins, os, sys\n"
+        "import_module, seen = builtins.__import__, []\n"
+        "def watch(name, *rest):\n"
+        "    if name == 'onnxruntime' and name not in sys.modules:\n"
+        "        seen.append(os.environ.get('ORT_DISABLE_TELEMETRY'))\n"
+        "    return import_module(name, *rest)\n"
+        "builtins.__import__ = watch\n"
+        "import tfexport.runtime.ort.backend\n"
+        "print(seen[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n", done.stderr

@@ -1,14 +1,16 @@
-"""Several tokens in one step of the contrib form, against the full forward pass of the model in PyTorch."""
+"""Several tokens in one step of the contrib variant, compared with the full forward pass in PyTorch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import tfexport
 from tests import tiny
 from tests.runtime.exported import Once
 from tfexport.errors import GraphError, InputError
@@ -29,6 +31,9 @@ VARIANTS = {
 }
 
 
+OPTIONS: dict[str, Any] = {"forms": ("contrib",), "opset": 18, "speculation": True, "report": lambda line: None}
+
+
 def batch_of(name: str, once: Once) -> tuple[ContribBatch, Transformer]:
     """Return an empty batch of a variant with speculation, and the model in float64."""
     model = tiny.model(VARIANTS[name], dtype=torch.float32)
@@ -36,14 +41,12 @@ def batch_of(name: str, once: Once) -> tuple[ContribBatch, Transformer]:
 
     def make(path: Path) -> None:
         path.mkdir()
-        options = {"forms": ("contrib",), "opset": 18, "speculation": True, "report": lambda line: None}
-        write_graphs(model, spec, path, **options)  # type: ignore[arg-type]
+        write_graphs(model, spec, path, **OPTIONS)
 
     folder = once(f"verifies-{name}", make)
     session = OrtSession(Graphs({path.stem: path for path in folder.glob("*.onnx")}, spec), "contrib", threads=1)
     batch = session.batch()
     assert isinstance(batch, ContribBatch)
-    assert isinstance(batch, Verifies)
     assert batch.can_verify
     return batch, tiny.model(model.config, dtype=torch.float64)
 
@@ -101,8 +104,6 @@ def test_what_is_refused(once: Once) -> None:
 
 
 def test_a_graph_without_it_cannot_verify(random_bundle: Path) -> None:
-    import tfexport
-
     with tfexport.load(random_bundle, threads=1) as model:
         batch = model.session.batch()
         assert isinstance(batch, Verifies)
@@ -124,6 +125,5 @@ class _TakesLastTwice(nn.Module):
 
 def test_a_module_whose_last_position_is_not_found(tmp_path: Path) -> None:
     inner = tiny.model(VARIANTS["alibi"], dtype=torch.float32)
-    options = {"forms": ("contrib",), "opset": 18, "speculation": True, "report": lambda line: None}
     with pytest.raises(GraphError, match=r"speculation: the last position is taken in 2 places .* before the proj"):
-        write_graphs(_TakesLastTwice(inner), model_spec(inner.config, "fp32"), tmp_path, **options)  # type: ignore[arg-type]
+        write_graphs(_TakesLastTwice(inner), model_spec(inner.config, "fp32"), tmp_path, **OPTIONS)

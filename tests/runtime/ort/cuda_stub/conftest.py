@@ -24,15 +24,10 @@ VERSION = "1.31.1"
 
 @dataclass(frozen=True)
 class StubGpu:
-    """A GPU in name.
+    """A stub of a GPU."""
 
-    Attributes:
-        wheel: folder that onnxruntime-gpu was installed into; its module may not lie beside onnxruntime's own.
-        libraries: folder of the stub libraries.
-    """
-
-    wheel: Path
-    libraries: Path
+    wheel: Path  # folder that onnxruntime-gpu was installed into, apart from onnxruntime
+    libraries: Path  # folder of the stub libraries
 
     def run(self, *arguments: str, libraries: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run Python with onnxruntime-gpu in the place of onnxruntime, on the stubs or on those of another folder."""
@@ -75,11 +70,7 @@ def folder_of(version: str) -> str:
 
 
 def fetch(version: str) -> str:
-    """Install the wheel into a folder of its own, as beside onnxruntime it would write over the same files.
-
-    Returns:
-        Why it cannot be had; "" where it can.
-    """
+    """Install the wheel into a folder apart from onnxruntime, which has the same files; return the problem, or ""."""
     WHEELS.mkdir(parents=True, exist_ok=True)
     folder, part = WHEELS / folder_of(version), WHEELS / f"{folder_of(version)}.part"
     with (WHEELS / f"{folder_of(version)}.lock").open("w") as lock:
