@@ -107,5 +107,5 @@ def test_of_a_huge_value_only_the_beginning_is_looked_at(name: str) -> None:
         tracemalloc.stop()
     assert 0 < len(found) <= 81
     assert peak < 100_000
-    own = {"number": "int that cannot be spelled", "array": "array with 1000000 entries", "range": repr(HUGE["range"])}
+    own = {"number": "int that cannot be printed", "array": "array with 1000000 entries", "range": repr(HUGE["range"])}
     assert found == own.get(name, found[:80] + "…")

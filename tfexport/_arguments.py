@@ -8,38 +8,35 @@ from typing import Any, TypeGuard
 
 from tfexport.errors import InputError, raise_all, shortened
 
-# Iterable, but not accepted as lists: a text yields characters, and a set has no order.
+# Iterables that are not accepted as lists: a text yields characters, and a set has no order.
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 ID_LISTS = "lists of token ids"
 
 
-def as_list(given: object) -> list[Any] | None:
-    """Convert an ordered iterable or a 1-D array to a list of Python values.
-
-    Returns None for a text, bytes, a set, a mapping, an array with other dimensions or anything not iterable.
-    """
-    if isinstance(given, _NO_LISTS) or not isinstance(given, Iterable):
+def as_list(value: object) -> list[Any] | None:
+    """Convert an ordered iterable or 1-D array to a list; None if it is neither."""
+    if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
         return None
-    array: Any = given
-    if not hasattr(given, "ndim") or not hasattr(given, "tolist"):
-        return list(given)
+    array: Any = value
+    if not hasattr(value, "ndim") or not hasattr(value, "tolist"):
+        return list(value)
     return list(array.tolist()) if array.ndim == 1 else None
 
 
-def listed(subject: str, name: str, given: object, kind: str) -> list[Any]:
+def listed(subject: str, name: str, value: object, kind: str) -> list[Any]:
     """Convert an argument to a list of `kind`; raises InputError."""
-    found = as_list(given)
-    if found is None:
-        raise InputError(f"{subject}: {name} is {shortened(given)}, expected a list of {kind}")
-    return found
+    values = as_list(value)
+    if values is None:
+        raise InputError(f"{subject}: {name} is {shortened(value)}, expected a list of {kind}")
+    return values
 
 
-def listed_ids(subject: str, name: str, given: object) -> list[Any]:
+def listed_ids(subject: str, name: str, value: object) -> list[Any]:
     """Convert an argument to a list of token id lists; raises InputError."""
-    found = listed(subject, name, given, ID_LISTS)
-    if found and all(map(is_whole, found)):
-        raise InputError(f"{subject}: {name} is {shortened(found)}, expected a list of lists of token ids; write [ids]")
-    return found
+    values = listed(subject, name, value, ID_LISTS)
+    if values and all(map(is_whole, values)):
+        raise InputError(f"{subject}: {name} is {shortened(values)}, expected a list of {ID_LISTS}; write [ids]")
+    return values
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -48,7 +45,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def is_one_of(value: object, allowed: Iterable[str | None]) -> bool:
-    """Return whether a value is one of the allowed words, or an allowed None."""
+    """Return whether a value is allowed; works for values that cannot be compared."""
     return (value is None or isinstance(value, str)) and value in allowed
 
 

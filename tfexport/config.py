@@ -4,12 +4,13 @@
         size: Annotated[int, Ge(1), Le(64), Help("Rows of a batch.")] = 8
 
 The constructor checks the values, `from_dict` reads JSON strictly, `to_dict` returns JSON values, and `settings`
-describes the fields for command lines and schemas. Modules that declare configurations do not postpone the evaluation
-of annotations, because evaluating them later slows down the import.
+describes the fields for command lines and schemas. Errors begin with the subject. Modules that declare configurations
+evaluate annotations at once, because that makes their import faster.
 """
 
 import dataclasses
 import functools
+import operator
 import re
 import sys
 import types
@@ -49,12 +50,12 @@ class Lt(Bound):
     """Below the limit."""
 
 
+_COMPARE = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
+
+
 @dataclass(frozen=True)
 class Match:
-    """A pattern that a text, or each text of a list, must match completely.
-
-    `expected` describes the pattern in errors.
-    """
+    """A pattern for a text, or each text of a list; `expected` describes it in errors."""
 
     pattern: str
     expected: str
@@ -78,10 +79,7 @@ Sha256 = Annotated[str, Match("[0-9a-f]{64}", "64 hexadecimal digits")]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of a configuration, for generating options or schemas.
-
-    `types` are the members of a union without annotations. `default` is `dataclasses.MISSING` if the field is required.
-    """
+    """A field of a configuration; `types` are the unannotated members of its union."""
 
     name: str
     types: tuple[Any, ...]
@@ -92,10 +90,7 @@ class Setting:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Config:
-    """Base class of configurations; subclasses become frozen dataclasses.
-
-    Errors begin with `subject`.
-    """
+    """Base class of configurations, which makes subclasses frozen dataclasses."""
 
     _subject: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -107,14 +102,14 @@ class Config:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        given = [  # defaults are valid, and skipping them saves time in every request
+        values = [  # defaults are valid, and skipping them saves time in every request
             (name, value, kind)
-            for name, kind, default in _typed(typing.cast(Any, type(self)))
+            for name, kind, default in _fields(typing.cast(Any, type(self)))
             if (value := getattr(self, name)) is not default
         ]
-        problems = [problem for one in given for problem in _type_problems(*one)]
+        problems = [problem for value in values for problem in _type_problems(*value)]
         if not problems:
-            bounds = [problem for one in given for problem in _bound_problems(*one)]
+            bounds = [problem for value in values for problem in _bound_problems(*value)]
             problems = list(dict.fromkeys([*bounds, *self._problems()]))
         raise_all(ConfigError, self._subject, problems)
 
@@ -138,9 +133,7 @@ class Config:
 
 
 def read_as(kind: Any, data: object, *, subject: str, place: str = "") -> Any:
-    """Convert decoded JSON strictly to a type, such as `Mapping[str, Sha256]`.
-
-    `place` is the key of the value in the file; empty for the whole file.
+    """Convert decoded JSON, at the key `place` of a file, to a type.
 
     Raises:
         ConfigError: begins with `subject` and lists every unknown, missing, wrongly typed and contradictory value.
@@ -154,7 +147,7 @@ def read_as(kind: Any, data: object, *, subject: str, place: str = "") -> Any:
 def settings(cls: Any) -> list[Setting]:
     """Describe the fields of a configuration in their order."""
     found = []
-    for name, kind, default in _typed(cls):
+    for name, kind, default in _fields(cls):
         bounds = tuple(mark for mark in _marks(kind) if isinstance(mark, Bound))
         text = next((mark.text for mark in _marks(kind) if isinstance(mark, Help)), "")
         found.append(Setting(name=name, types=options_of(kind), bounds=bounds, default=default, help=text))
@@ -172,29 +165,19 @@ def _read_object(cls: Any, data: object, place: str, problems: list[str]) -> Any
     prefix, before = f"{place}." if place else "", len(problems)
     try:
         data = cls._upgraded(data) if issubclass(cls, Config) else data
+        fields = _fields(cls)
+        known = {name for name, _, _ in fields}
+        problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in known]
+        values: dict[str, Any] = {}
+        for name, kind, default in fields:
+            if name in data:
+                values[name] = _read_value(data[name], kind, prefix + name, problems)
+            elif default is dataclasses.MISSING:
+                problems.append(f"missing key {prefix}{name}")
+        return cls(**values) if len(problems) == before else None
     except ConfigError as error:
-        problems += _placed(place, error)
+        problems += [f"{place}: {error.reason}"] if place else error.problems
         return None
-    fields = _typed(cls)
-    known = {name for name, _, _ in fields}
-    problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in known]
-    values: dict[str, Any] = {}
-    for name, kind, default in fields:
-        if name in data:
-            values[name] = _read_value(data[name], kind, prefix + name, problems)
-        elif default is dataclasses.MISSING:
-            problems.append(f"missing key {prefix}{name}")
-    if len(problems) > before:
-        return None
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        problems += _placed(place, error)
-        return None
-
-
-def _placed(place: str, error: ConfigError) -> list[str]:
-    return [f"{place}: {error.reason}"] if place else list(error.problems)
 
 
 def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> Any:
@@ -206,8 +189,10 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> An
             return _read_object(option, value, place, problems)
         if origin is Mapping and isinstance(value, dict):
             return {key: _read_value(one, arguments[1], f"{place}.{key[:80]}", problems) for key, one in value.items()}
-        if origin is tuple and isinstance(value, list) and _is_nested(_unmarked(arguments[0])):
-            return tuple(_read_value(one, arguments[0], f"{place}[{i}]", problems) for i, one in enumerate(value))
+        if origin is tuple and isinstance(value, list):
+            item = _unmarked(arguments[0])
+            if dataclasses.is_dataclass(item) or typing.get_origin(item) is Mapping:
+                return tuple(_read_value(one, item, f"{place}[{i}]", problems) for i, one in enumerate(value))
     if Any in options:
         return value
     try:
@@ -217,10 +202,6 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> An
         return None
     problems += _type_problems(place, value, kind)
     return value
-
-
-def _is_nested(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind) or typing.get_origin(kind) is Mapping
 
 
 def _tupled(value: object) -> object:
@@ -235,7 +216,7 @@ def _type_problems(place: str, value: Any, kind: Any) -> list[str]:
 
 
 def _bound_problems(place: str, value: Any, kind: Any) -> list[str]:
-    return [f"{place}{where} {shortened(part)}, expected {words}" for where, part, words in _violations(value, kind)]
+    return [f"{place}{where} {shortened(part)}, expected {text}" for where, part, text in _violations(value, kind)]
 
 
 def _expected(value: object, kind: Any) -> str:
@@ -283,26 +264,18 @@ def _violations(value: Any, kind: Any, marks: tuple[Any, ...] = ()) -> Iterator[
         yield from _violations(value, option, marks)
     elif typing.get_origin(option) is tuple:
         item = typing.get_args(option)[0]
-        yield from ((" has", part, words) for one in value for _, part, words in _violations(one, item, marks))
+        yield from ((" has", part, text) for one in value for _, part, text in _violations(one, item, marks))
     elif typing.get_origin(option) is Mapping:
         item = typing.get_args(option)[1]
         for key, one in value.items():
-            yield from ((f".{key[:80]}{where}", part, words) for where, part, words in _violations(one, item, marks))
+            yield from ((f".{key[:80]}{where}", part, text) for where, part, text in _violations(one, item, marks))
     else:
         bounds = [mark for mark in marks if isinstance(mark, Bound)]
-        if type(value) in (int, float) and not all(_within(value, bound) for bound in bounds):
+        if type(value) in (int, float) and not all(_COMPARE[type(bound)](value, bound.limit) for bound in bounds):
             yield " is", value, _range(bounds)
         for mark in marks:
             if isinstance(mark, Match) and not re.fullmatch(mark.pattern, value):
                 yield " is", value, mark.expected
-
-
-def _within(value: float, bound: Bound) -> bool:
-    if isinstance(bound, Ge):
-        return value >= bound.limit
-    if isinstance(bound, Gt):
-        return value > bound.limit
-    return value <= bound.limit if isinstance(bound, Le) else value < bound.limit
 
 
 def _range(bounds: Iterable[Bound]) -> str:
@@ -310,8 +283,8 @@ def _range(bounds: Iterable[Bound]) -> str:
     limits = {type(bound): bound.limit for bound in bounds}
     if set(limits) == {Ge, Le}:
         return f"{limits[Ge]} to {limits[Le]}"
-    spelled = {Ge: "{} or more", Gt: "above {}", Le: "up to {}" if len(limits) > 1 else "at most {}", Lt: "below {}"}
-    return " and ".join(words.format(limits[kind]) for kind, words in spelled.items() if kind in limits)
+    texts = {Ge: "{} or more", Gt: "above {}", Le: "up to {}" if len(limits) > 1 else "at most {}", Lt: "below {}"}
+    return " and ".join(text.format(limits[kind]) for kind, text in texts.items() if kind in limits)
 
 
 # ---- annotated types
@@ -323,14 +296,15 @@ def options_of(kind: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _typed(cls: Any) -> list[tuple[str, Any, Any]]:
-    """Return name, annotated type and default of each field of a dataclass."""
+def _fields(cls: Any) -> list[tuple[str, Any, Any]]:
+    """Return name, annotated type and default, or MISSING, of each field."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return [(field.name, hints[field.name], _default(field)) for field in dataclasses.fields(cls)]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    found = []
+    for field in dataclasses.fields(cls):
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        found.append((field.name, hints[field.name], default))
+    return found
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -363,5 +337,5 @@ def _spelled(kind: Any) -> str:
         return " or ".join(repr(value) for value in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return f"a list of {_spelled(typing.get_args(kind)[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
-    return words.get(kind, "an object")
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    return names.get(kind, "an object")

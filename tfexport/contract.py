@@ -6,7 +6,7 @@ step returns.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -22,8 +22,7 @@ CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
 
 WEIGHTS = "weights.safetensors"
-# Plain bytes, because safetensors has no 4-bit type.
-QUANTIZED_WEIGHTS = "weights.bin"
+QUANTIZED_WEIGHTS = "weights.bin"  # plain bytes, because safetensors has no 4-bit type
 ENCODER = "encoder"
 ENCODER_CONTRIB = "encoder_contrib"
 DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static", "contrib": "decoder_contrib"}
@@ -42,26 +41,20 @@ LOGITS = "logits"
 CANDIDATE_IDS = "candidate_ids"
 CANDIDATE_LOGITS = "candidate_logits"
 LOG_NORMALIZER = "log_normalizer"
-
-# Both the graph and its output.
-ALIGNMENT = "alignment"
-
+ALIGNMENT = "alignment"  # both the graph and its output
 REORDER = "reorder"
 CACHE = "cache"
 ORDER = "order"
 REORDERED = "reordered"
 
 # First axis of the outputs of a decoder with speculation; the positions of one row are adjacent.
-KEPT = f"rows * {LOGITS_TO_KEEP}"
+ROWS_TO_KEEP = f"rows * {LOGITS_TO_KEEP}"
 
 Dim = str | int
 
 
 class TokenIds(Config, subject="tokens"):
-    """Special token ids that decoding needs.
-
-    `start` is the first input of the decoder. `pad` fills short rows of a batch and is never attended to.
-    """
+    """Special token ids; `start` is the first input of the decoder."""
 
     pad: TokenId
     start: TokenId
@@ -81,10 +74,8 @@ class Quantization(Config, subject="quantization"):
 
     def _problems(self) -> Iterator[str]:
         if self.weights == "int4" and self.optimize_for == "throughput":
-            yield (
-                "optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; "
-                "use int8, or optimize for latency"
-            )
+            remedy = "use int8, or optimize for latency"
+            yield f"optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; {remedy}"
 
 
 class ModelSpec(Config, subject="spec"):
@@ -117,7 +108,7 @@ class ModelSpec(Config, subject="spec"):
 
     @property
     def has_decoder(self) -> bool:
-        """Whether the model generates; an encoder-only model does not."""
+        """Whether the model generates text."""
         return self.layers > 0
 
     @property
@@ -143,16 +134,13 @@ class AlignmentHeads(Config, subject="alignment"):
         """Resolve a negative layer and empty heads, or raise `ConfigError`."""
         problems = []
         if not spec.has_decoder:
-            problems.append("an encoder alone has no attention to a source; leave alignment out")
+            problems.append("an encoder-only model has no attention to a source; leave alignment out")
         elif not -spec.layers <= self.layer < spec.layers:
-            problems.append(
-                f"layer is {self.layer}, but the decoder has {spec.layers}; "
-                f"give 0 to {spec.layers - 1}, or -1 for the last"
-            )
+            remedy = f"give 0 to {spec.layers - 1}, or -1 for the last"
+            problems.append(f"layer is {self.layer}, but the decoder has {spec.layers}; {remedy}")
         if spec.has_decoder and (beyond := [head for head in self.heads if head >= spec.heads]):
-            problems.append(
-                f"heads has {beyond[0]}, but a layer has {spec.heads}; give 0 to {spec.heads - 1}, or none for all"
-            )
+            remedy = f"give 0 to {spec.heads - 1}, or none for all"
+            problems.append(f"heads has {beyond[0]}, but a layer has {spec.heads}; {remedy}")
         raise_all(ConfigError, "alignment", problems)
         heads = self.heads or tuple(range(spec.heads))
         return dataclasses.replace(self, layer=self.layer % spec.layers, heads=heads)
@@ -188,7 +176,7 @@ class GraphEntry(Config, subject="graph"):
 
     @classmethod
     def of(cls, file: str, opset: int, spec: GraphSpec) -> Self:
-        """Create the entry of a graph that fulfills a contract."""
+        """Create the entry of a graph file."""
         return cls(file=file, opset=opset, inputs=spec.inputs, outputs=spec.outputs)
 
     @property
@@ -198,7 +186,7 @@ class GraphEntry(Config, subject="graph"):
 
 
 def key_value_names(prefix: str, layers: int) -> list[str]:
-    """Return the names of all caches: prefix_key.0, prefix_value.0, prefix_key.1, etc."""
+    """Return the names of all caches: `prefix_key.0`, `prefix_value.0` and so on."""
     return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
 
 
@@ -212,8 +200,8 @@ def _key_values(spec: ModelSpec, prefix: str, rows: Dim, length: Dim) -> list[Te
 
 def encoder_graph(spec: ModelSpec) -> GraphSpec:
     """Return the contract of `encoder.onnx`."""
-    source: Sequence[Dim] = ("batch", "source_len")
-    inputs = (TensorSpec(SOURCE_IDS, "int64", tuple(source)), TensorSpec(SOURCE_MASK, "bool", tuple(source)))
+    source: tuple[Dim, ...] = ("batch", "source_len")
+    inputs = (TensorSpec(SOURCE_IDS, "int64", source), TensorSpec(SOURCE_MASK, "bool", source))
     if spec.has_decoder:
         return GraphSpec(inputs, tuple(_key_values(spec, "cross", "batch", "source_len")))
     return GraphSpec(inputs, (TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model)),))
@@ -224,14 +212,12 @@ def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> 
 
     The caches are the inputs `past_*` and the outputs `present_*`. In the concat variant, the outputs are longer by
     target_len. The other variants write the new tokens into buffers of `capacity`, and one buffer serves as input and
-    output.
+    output; rows may be at different positions.
 
-    The static variant writes at `cache_lengths`, the past_len of each row; rows may be at different positions. In the
-    contrib variant too, rows may be at different positions. It takes the inputs of ONNX Runtime's operator: the
-    `positions` of the new tokens, the last position of each row, and past_len + target_len of the longest row. It needs
-    past_len 0 in every row, or target_len 1, or one row.
-
-    With `speculation` (contrib only), `logits_to_keep` is the number of last positions whose logits are returned.
+    The static variant writes at `cache_lengths`, the past_len of each row. The contrib variant takes the inputs of ONNX
+    Runtime's operator: the `positions` of the new tokens, the last position of each row, and past_len + target_len of
+    the longest row. It needs past_len 0 in every row, or target_len 1, or one row. With `speculation` (contrib only),
+    `logits_to_keep` is the number of last positions whose logits are returned.
     """
     positions = {
         "concat": [],
@@ -251,12 +237,12 @@ def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> 
         *([TensorSpec(LOGITS_TO_KEEP, "int64", (1,))] if speculation else []),
         TensorSpec(NUM_CANDIDATES, "int64", (1,)),
     ]
-    kept = KEPT if speculation else "rows"
+    rows = ROWS_TO_KEEP if speculation else "rows"
     outputs = [
-        TensorSpec(LOGITS, "float32", (kept, spec.vocab)),
-        TensorSpec(CANDIDATE_IDS, "int64", (kept, "num_candidates")),
-        TensorSpec(CANDIDATE_LOGITS, "float32", (kept, "num_candidates")),
-        TensorSpec(LOG_NORMALIZER, "float32", (kept, 1)),
+        TensorSpec(LOGITS, "float32", (rows, spec.vocab)),
+        TensorSpec(CANDIDATE_IDS, "int64", (rows, "num_candidates")),
+        TensorSpec(CANDIDATE_LOGITS, "float32", (rows, "num_candidates")),
+        TensorSpec(LOG_NORMALIZER, "float32", (rows, 1)),
         *_key_values(spec, "present", "rows", "past_len + target_len" if form == "concat" else "capacity"),
     ]
     return GraphSpec(tuple(inputs), tuple(outputs))
@@ -272,11 +258,7 @@ def alignment_graph(spec: ModelSpec) -> GraphSpec:
 
 
 def reorder_spec(precision: Precision) -> GraphSpec:
-    """Return the contract of the graph that copies rows of a cache tensor.
-
-    The tensor is viewed as [rows, width]. The graph works for every cache and model of its precision. A GPU uses the
-    bundle's graph; an engine has its own.
-    """
+    """Return the contract of the graph that copies rows of a cache [rows, width]."""
     dtype = FLOAT[precision]
     inputs = (TensorSpec(CACHE, dtype, ("rows", "width")), TensorSpec(ORDER, "int64", ("new_rows",)))
     return GraphSpec(inputs, (TensorSpec(REORDERED, dtype, ("new_rows", "width")),))
@@ -301,10 +283,10 @@ def contract_problems(found: GraphSpec, expected: GraphSpec) -> list[str]:
     """List the differences between the inputs and outputs of a graph and a contract."""
     problems: list[str] = []
     sides = (("input", found.inputs, expected.inputs), ("output", found.outputs, expected.outputs))
-    for kind, there, wanted in sides:
-        known, has = frozenset(wanted), frozenset(there)
-        problems += [f"{kind} {tensor} is not in the contract" for tensor in there if tensor not in known]
-        problems += [f"{kind} {tensor} is missing" for tensor in wanted if tensor not in has]
-        if not problems and there != wanted:
-            problems.append(f"{kind}s are out of order, or there twice")
+    for kind, actual, wanted in sides:
+        extra, missing = set(actual) - set(wanted), set(wanted) - set(actual)
+        problems += [f"{kind} {tensor} is not in the contract" for tensor in actual if tensor in extra]
+        problems += [f"{kind} {tensor} is missing" for tensor in wanted if tensor in missing]
+        if not problems and actual != wanted:
+            problems.append(f"{kind}s are out of order, or given twice")
     return problems

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,10 +21,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\
 
 @dataclass(frozen=True)
 class Library:
-    """A library that tfexport can use.
-
-    `extra` is "" for the core, `minimum` is the oldest supported version, and `version` is None if it is not installed.
-    """
+    """A library that tfexport can use; the extra of the core is ""."""
 
     name: str
     extra: str
@@ -34,26 +32,22 @@ class Library:
 
 @dataclass(frozen=True)
 class Backend:
-    """The result of trying a backend on one device.
-
-    `device` is "cpu" or "cuda", or "gpu" for a backend that runs only on the GPU. `problem` is empty if it works.
-    """
+    """The result of trying a backend on "cpu", "cuda" or, if GPU-only, "gpu"."""
 
     name: str
     device: str
     problem: str
     library: str
 
-    @property
-    def use(self) -> str:
-        """How to select a working backend on the command line."""
+    def status(self) -> str:
+        """Return the problem, or how to select the backend on the command line."""
         option = {"cuda": ", used with --device cuda", "gpu": f", used with --backend {self.name}"}
-        return "works" + option.get(self.device, "")
+        return self.problem or "works" + option.get(self.device, "")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem, and the command that repairs it."""
+    """A problem and the command that repairs it."""
 
     what: str
     fix: str
@@ -89,7 +83,7 @@ class Diagnosis:
             else f"  {library.name:<20} {'not installed':<16} {library.install}"
             for library in self.libraries
         ]  # fmt: skip
-        backends = [f"  {b.name:<6} {b.device:<5} {b.library:<13} {b.problem or b.use}" for b in self.backends]
+        backends = [f"  {b.name:<6} {b.device:<5} {b.library:<13} {b.status()}" for b in self.backends]
         gpus = [f"  {gpu['name']}, compute capability {gpu['compute_capability']}" for gpu in self.gpus]
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
         return [
@@ -148,22 +142,20 @@ def _libraries() -> list[Library]:
         match = _REQUIREMENT.match(requirement)
         if match is None or match[3] == "dev":
             continue
-        try:
-            version = importlib.metadata.version(match[1])
-        except importlib.metadata.PackageNotFoundError:
-            version = None
-        found.append(Library(match[1], match[3] or "", match[2], version, replacing_command(match[3] or "")))
+        name, minimum, extra = match[1], match[2], match[3] or ""
+        version = None
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+        found.append(Library(name, extra, minimum, version, replacing_command(extra)))
     return found
 
 
 def _version_problems(libraries: list[Library]) -> list[Problem]:
     problems = []
     for library in libraries:
-        if library.version is None:
-            if not library.extra:
-                what = f"{library.name} is not installed, and nothing works without it"
-                problems.append(Problem(what, library.install))
-        elif _numbers(library.version) < _numbers(library.minimum):
+        if library.version is None and not library.extra:
+            problems.append(Problem(f"{library.name} is not installed, and nothing works without it", library.install))
+        elif library.version is not None and _numbers(library.version) < _numbers(library.minimum):
             what = f"{library.name} is {library.version}, expected {library.minimum} or newer"
             problems.append(Problem(what, f"pip install --upgrade '{library.name}>={library.minimum}'"))
     return problems
@@ -174,7 +166,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _onnxruntime_problems() -> list[Problem]:
-    # pip does not notice that several distributions install the same files.
+    # pip does not notice if several distributions install the same files.
     names = sorted(set(importlib.metadata.packages_distributions().get("onnxruntime", ())))
     if len(names) < 2:
         return []

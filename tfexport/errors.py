@@ -25,22 +25,16 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Problems in one message; a damaged file can have thousands.
-MAX_PROBLEMS = 20
-# Most characters of a value, and most entries of a collection whose `repr` cannot be cut short.
-_SPELLED, _MOST_ENTRIES = 80, 1000
-# Most characters of another library's message.
-_SAID = 300
+MAX_PROBLEMS = 20  # in one message; a damaged file can have thousands
+_MAX_VALUE_CHARACTERS = 80
+_MAX_ENTRIES = 1000  # of a collection whose `repr` cannot be cut short
+_MAX_FOREIGN_CHARACTERS = 300  # of another library's message
 _TEXTS: set[Any] = {str.__repr__, bytes.__repr__, bytearray.__repr__}
-_BRACKETS: dict[Any, tuple[str, str]] = {
-    list.__repr__: ("[", "]"),
-    tuple.__repr__: ("(", ")"),
-    set.__repr__: ("{", "}"),
-    dict.__repr__: ("{", "}"),
-}
+_BRACKETS: dict[Any, str] = {list.__repr__: "[]", tuple.__repr__: "()", set.__repr__: "{}", dict.__repr__: "{}"}
 
 
 class TfexportError(Exception):
@@ -149,10 +143,10 @@ def nth(what: str, index: int, count: int) -> str:
 def shortened(value: object) -> str:
     """Format a value in about 80 characters; reads only the beginning of a huge value."""
     try:
-        text = _begun(value, _SPELLED)
+        text = _repr_start(value, _MAX_VALUE_CHARACTERS)
     except Exception:  # noqa: BLE001 - raised by the caller's object, or by a number with too many digits
-        text = f"{type(value).__name__} that cannot be spelled"
-    return text if len(text) <= _SPELLED else text[:_SPELLED] + "…"
+        text = f"{type(value).__name__} that cannot be printed"
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else text[:_MAX_VALUE_CHARACTERS] + "…"
 
 
 def first_line(error: BaseException) -> str:
@@ -165,35 +159,29 @@ def raised_by(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
     reason = first_line(error) if str(error).strip() else "no reason given"
-    return f"{type(error).__name__}: {reason[:_SAID]}{where}"
+    return f"{type(error).__name__}: {reason[:_MAX_FOREIGN_CHARACTERS]}{where}"
 
 
-def _begun(value: Any, room: int) -> str:
-    """Return `repr(value)`, or at least its first `room` characters if it is longer."""
-    spell: Any = type(value).__repr__
-    if spell in _TEXTS:
-        return repr(value[: max(room, 0)])  # the quotes make it longer than `room`
-    if spell not in _BRACKETS or not value:
-        count = _count(value)
-        return repr(value) if count <= _MOST_ENTRIES else f"{type(value).__name__} with {count} entries"
-    opening, closing = _BRACKETS[spell]
-    text = opening
+def _repr_start(value: Any, limit: int) -> str:
+    """Return `repr(value)`, or at least its first `limit` characters if it is longer."""
+    method: Any = type(value).__repr__
+    if method in _TEXTS:
+        return repr(value[: max(limit, 0)])  # the quotes make it longer than `limit`
+    if method not in _BRACKETS or not value:
+        count = 0
+        with suppress(TypeError, OverflowError):  # no length, or a length too large for `len`
+            count = len(value)
+        return repr(value) if count <= _MAX_ENTRIES else f"{type(value).__name__} with {count} entries"
+    text, closing = _BRACKETS[method][0], _BRACKETS[method][1]
     for entry in value:
-        if len(text) > room:
+        if len(text) > limit:
             return text
-        text += _begun(entry, room - len(text))
-        if spell is dict.__repr__:
-            text += f": {_begun(value[entry], room - len(text) - 2)}"
+        text += _repr_start(entry, limit - len(text))
+        if method is dict.__repr__:
+            text += f": {_repr_start(value[entry], limit - len(text) - 2)}"
         text += ", "
-    alone = "," if closing == ")" and len(value) == 1 else ""
-    return text.removesuffix(", ") + alone + closing
-
-
-def _count(value: Any) -> int:
-    try:
-        return len(value)
-    except (TypeError, OverflowError):  # no length, or a length too large for `len`
-        return 0
+    comma = "," if closing == ")" and len(value) == 1 else ""
+    return text.removesuffix(", ") + comma + closing
 
 
 def raise_all(
@@ -204,10 +192,6 @@ def raise_all(
     remedy: str = "",
     indices: Iterable[int] = (),
 ) -> None:
-    """Raise one error that lists every problem; do nothing if there are none.
-
-    A problem states what is wrong, the value, what is expected and how to fix it; `remedy` is for problems without
-    their own. `indices` may repeat an input that has several problems.
-    """
+    """Raise one error that lists every problem; do nothing if there are none."""
     if problems:
         raise error(*problems, subject=subject, remedy=remedy, indices=indices)

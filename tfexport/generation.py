@@ -7,38 +7,37 @@ from typing import Annotated, Any, Literal, Self
 from tfexport.config import Config, Count, Ge, Gt, Help, Le, Lt, TokenId
 from tfexport.errors import ConfigError
 
-# Limits that count the start token and the prefix, and the same limits without them.
+# Limits that include the start token and the prefix, and the limits that do not.
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 EndIds = TokenId | tuple[TokenId, ...] | None
-_OF_SAMPLES = ("temperature", "top_k", "top_p")
-_OF_BEAMS = ("length_penalty", "early_stopping")
+_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
+_BEAM_OPTIONS = ("length_penalty", "early_stopping")
 
 
 class DecodeConfig(Config, subject="decoding"):
     """Decoding options; names, meaning and defaults are those of transformers.
 
     Beams and sampling exclude each other. With `do_sample`, `num_return_sequences` samples are drawn independently.
-    Each sample depends only on `seed`, the position of the text in the call and the sample's number. If
-    `prefix_bias_beta` is above 0, decoding favors the prefix but may leave it. `replace_unknowns` changes texts, not
-    their ids.
+    Each sample depends only on `seed`, the position of the text in the call and the sample's number.
+    `replace_unknowns` changes texts, not their ids.
     """
 
     max_new_tokens: Annotated[int | None, Ge(1), Help("Most tokens to generate; by default the model's limit.")] = None
-    max_length: Annotated[int | None, Ge(2), Help("The same with start token and prefix.")] = None
+    max_length: Annotated[int | None, Ge(2), Help("Like max-new-tokens, but includes start token and prefix.")] = None
     min_new_tokens: Annotated[Count, Help("Fewest tokens before the text may end.")] = 0
-    min_length: Annotated[Count, Help("The same with start token and prefix.")] = 0
+    min_length: Annotated[Count, Help("Like min-new-tokens, but includes start token and prefix.")] = 0
     num_beams: Annotated[int, Ge(1), Le(64), Help("Beams of beam search; 1 is greedy.")] = 1
     length_penalty: Annotated[
         float, Ge(-10), Le(10), Help("Exponent of a beam's length; above 0 favors long texts.")
     ] = 1.0
     early_stopping: Annotated[
         bool | Literal["never"],
-        Help("End beams at num-beams texts (true), when better is unlikely (false) or impossible (never)."),
+        Help("End the search at num-beams texts (true), or if better ones are unlikely (false) or impossible (never)."),
     ] = False
     no_repeat_ngram_size: Annotated[Count, Help("Never repeat a sequence of this many tokens; 0 allows it.")] = 0
     encoder_no_repeat_ngram_size: Annotated[Count, Help("Never copy this many tokens in a row from the source.")] = 0
     repetition_penalty: Annotated[
-        float, Ge(0.01), Le(100), Help("Divide the score of tokens that the text has already.")
+        float, Ge(0.01), Le(100), Help("Divide the score of tokens that the text already has.")
     ] = 1.0
     do_sample: Annotated[bool, Help("Draw tokens at random instead of taking the best.")] = False
     temperature: Annotated[
@@ -54,18 +53,18 @@ class DecodeConfig(Config, subject="decoding"):
     bad_words_ids: Annotated[
         tuple[tuple[TokenId, ...], ...], Help("Ids never to generate in a row, such as 3,17; give it again for more.")
     ] = ()
-    prefix_bias_beta: Annotated[float, Ge(0), Lt(1), Help("Draw texts towards --prefix, most near 1; 0 forces it.")] = (
-        0.0
-    )
+    prefix_bias_beta: Annotated[
+        float, Ge(0), Lt(1), Help("Bias texts towards --prefix, most strongly near 1; 0 forces it.")
+    ] = 0.0
     eos_token_id: Annotated[EndIds, Help("Ids that end a text, such as 2,17; by default the model's own.")] = None
     decoder_start_token_id: Annotated[TokenId | None, Help("Id, or token, that the decoder reads first.")] = None
-    max_time: Annotated[float | None, Gt(0), Help("Seconds for a text, from when it joins the batch.")] = None
+    max_time: Annotated[float | None, Gt(0), Help("Seconds per text, counted from when it joins the batch.")] = None
     stop_strings: Annotated[str | tuple[str, ...], Help("String that ends a text; give it again for more.")] = ()
     replace_unknowns: Annotated[bool, Help("Replace unknown tokens by those of the source; needs --alignment.")] = False
-    prompt_lookup_num_tokens: Annotated[int | None, Ge(1), Help("Most tokens to draft a step, with --speculation.")] = (
-        None
-    )
-    seed: Annotated[Count, Help("Of sampling; the same seed draws the same texts.")] = 0
+    prompt_lookup_num_tokens: Annotated[
+        int | None, Ge(1), Help("Most tokens to draft in a step; needs --speculation.")
+    ] = None
+    seed: Annotated[Count, Help("Seed of sampling; the same seed draws the same texts.")] = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:
         """Return the tokens that end a text; `eos` is the model's own end token."""
@@ -111,20 +110,20 @@ class DecodeConfig(Config, subject="decoding"):
         empty = [name for name in ("eos_token_id", "forced_eos_token_id") if getattr(self, name) == ()]
         problems = [f"{name} is empty, expected an id or several; leave it out" for name in empty]
         if "" in self.strings:
-            problems.append("stop_strings has an empty text, which every text contains; take it out")
+            problems.append("stop_strings has an empty text, which every text contains; remove it")
         if () in self.bad_words_ids:
-            problems.append("bad_words_ids has an empty word, expected one id or more in each; take it out")
+            problems.append("bad_words_ids has an empty word, expected one id or more in each; remove it")
         return [*problems, *self._contradictions()]
 
     def _contradictions(self) -> list[str]:
         problems = [
             f"{name} is {getattr(self, name)} but do_sample is false; set do_sample to true or leave {name} out"
-            for name in _OF_SAMPLES
+            for name in _SAMPLING_OPTIONS
             if not self.do_sample and getattr(self, name) != getattr(DecodeConfig, name)
         ]
         problems += [
             f"{name} is {getattr(self, name)!r} but num_beams is 1; set num_beams to 2 or more or leave {name} out"
-            for name in _OF_BEAMS
+            for name in _BEAM_OPTIONS
             if self.num_beams == 1 and getattr(self, name) != getattr(DecodeConfig, name)
         ]
         if self.do_sample and self.num_beams > 1:
@@ -132,7 +131,7 @@ class DecodeConfig(Config, subject="decoding"):
         if self.do_sample and self.return_alternatives:
             problems.append("return_alternatives with do_sample; set one of them to false")
         if self.prefix_bias_beta and self.return_alternatives:
-            problems.append("return_alternatives with prefix_bias_beta; set the one to false or the other to 0")
+            problems.append("return_alternatives with prefix_bias_beta; set one of them to false or 0")
         if not (self.do_sample or self.return_alternatives) and self.num_return_sequences > self.num_beams:
             problems.append(
                 f"num_return_sequences is {self.num_return_sequences} but num_beams is {self.num_beams}; "
@@ -141,18 +140,18 @@ class DecodeConfig(Config, subject="decoding"):
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             problems.append(
                 f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}; "
-                "lower the one or raise the other"
+                "lower min_new_tokens or raise max_new_tokens"
             )
         problems += [
-            f"{name} {token} is in suppress_tokens; take it out"
+            f"{name} {token} is in suppress_tokens; remove it there"
             for name in ("forced_bos_token_id", "forced_eos_token_id")
             for token in self.tokens[name]
             if token in self.suppress_tokens
         ]
         problems += [
-            f"{with_prompt} and {new_tokens} are both given; leave one of them out"
-            for with_prompt, new_tokens in LENGTHS.items()
-            if getattr(self, with_prompt) and getattr(self, new_tokens)
+            f"{total} and {new} are both given; leave one of them out"
+            for total, new in LENGTHS.items()
+            if getattr(self, total) and getattr(self, new)
         ]
         return problems
 
@@ -160,8 +159,7 @@ class DecodeConfig(Config, subject="decoding"):
 class GenerationDefaults(DecodeConfig, subject="generation"):
     """Default decoding options of a model directory or a bundle.
 
-    An option may depend on another that is not set, such as `length_penalty` without beams; it takes effect if a caller
-    asks for beams.
+    An option may depend on another that is not set: `length_penalty` takes effect if a caller asks for beams.
     """
 
     def given(self) -> dict[str, Any]:
@@ -176,49 +174,47 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
     def overridden(self, options: Mapping[str, Any]) -> DecodeConfig:
         """Combine the defaults with the options of a call, which take precedence.
 
-        A default that does not fit the given options is dropped: an option of sampling or of beams without these, or a
+        A default that does not fit the options is dropped: sampling or beam options without sampling or beams, or a
         limit if another one is given.
         """
-        given = self._beside(options)
+        defaults = self._effective(options)
         try:
-            return DecodeConfig.from_dict({**given, **options}, subject="decoding")
+            return DecodeConfig.from_dict({**defaults, **options}, subject="decoding")
         except ConfigError as error:
-            own = [name for name in given if name not in options and self._causes(name, given, options, error)]
-            remedy = f"the model's own defaults set {', '.join(own)}" if own else ""
+            causes = []
+            for name in [name for name in defaults if name not in options]:
+                others = {other: value for other, value in defaults.items() if other != name}
+                if not set(error.problems) <= set(_decoding_problems({**others, **options})):
+                    causes.append(name)
+            remedy = f"the model's own defaults set {', '.join(causes)}" if causes else ""
             raise ConfigError(*error.problems, subject=error.subject, remedy=remedy) from error
 
-    @staticmethod
-    def _causes(name: str, given: Mapping[str, Any], options: Mapping[str, Any], error: ConfigError) -> bool:
-        """Return whether a problem disappears without a default."""
-        others = {other: value for other, value in given.items() if other != name}
-        try:
-            DecodeConfig.from_dict({**others, **options}, subject="decoding")
-        except ConfigError as without:
-            return not set(error.problems) <= set(without.problems)
-        return True
-
-    def _beside(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults that have an effect together with the given options."""
-        given = self.given()
+    def _effective(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults that have an effect together with the options of a call."""
+        defaults = self.given()
         for names in LENGTHS.items():
             if any(name in options for name in names):
-                given = {name: value for name, value in given.items() if name not in names}
-        asked = {**given, **options}
+                defaults = {name: value for name, value in defaults.items() if name not in names}
+        combined = {**defaults, **options}
         # Values of a wrong type are rejected later.
-        idle = [] if asked.get("do_sample") is True else [*_OF_SAMPLES]
-        idle += _OF_BEAMS if type(beams := asked.get("num_beams", 1)) is int and beams == 1 else []
-        given = {name: value for name, value in given.items() if name not in idle}
-        limit = asked.get("max_new_tokens")
-        if isinstance(limit, int) and given.get("min_new_tokens", 0) > limit:
-            given["min_new_tokens"] = limit  # cap the default minimum at the caller's limit
-        return given
+        idle = [] if combined.get("do_sample") is True else [*_SAMPLING_OPTIONS]
+        idle += _BEAM_OPTIONS if type(beams := combined.get("num_beams", 1)) is int and beams == 1 else []
+        defaults = {name: value for name, value in defaults.items() if name not in idle}
+        limit = combined.get("max_new_tokens")
+        if isinstance(limit, int) and defaults.get("min_new_tokens", 0) > limit:
+            defaults["min_new_tokens"] = limit  # cap the default minimum at the caller's limit
+        return defaults
 
     def _problems(self) -> list[str]:
-        try:
-            DecodeConfig.from_dict(self._beside({}), subject="decoding")
-        except ConfigError as error:
-            return list(error.problems)
-        return []
+        return _decoding_problems(self._effective({}))
+
+
+def _decoding_problems(options: Mapping[str, Any]) -> list[str]:
+    try:
+        DecodeConfig.from_dict(options, subject="decoding")
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def _several(tokens: int | tuple[int, ...] | None) -> tuple[int, ...]:

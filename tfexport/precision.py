@@ -1,17 +1,14 @@
-"""Number formats of graphs and of stored weights: one row each.
-
-To add one, add its row, its name in the type below, and the kernels that compute it.
-"""
+"""Number formats of graphs and of stored weights, one row each."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Types of graphs: activations, caches and, unless they are quantized, weights.
+# Of activations, caches and weights that are not quantized.
 Precision = Literal["fp32", "fp16", "bf16"]
-# Types of quantized weights: all, and those that ONNX Runtime multiplies on CPUs.
+# Of quantized weights: all, and those that ONNX Runtime multiplies on CPUs.
 WeightType = Literal["int8", "int4", "fp8"]
 QuantizedWeights = Literal["int8", "int4"]
-# What bounds the accuracy of a stage: the type of its quantized weights, otherwise that of its graph.
+# A stage's accuracy is bounded by its quantized weights, or if it has none, by its graph's precision.
 Accuracy = Precision | WeightType
 
 DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
@@ -19,22 +16,15 @@ DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A number format.
+    """A number format."""
 
-    Attributes:
-        tolerance: largest error of a logit, as a share of the largest logit, unless float32 itself loses a tenth of it.
-        dtype: of tensors in graphs; None for formats of weights only.
-        onnx_type: name in `onnx.TensorProto.DataType`.
-        largest: number to which the largest weight of a group is scaled; -8 and -128 are not used, so that a weight and
-            its negative round alike.
-        qdq_opset: first opset whose DequantizeLinear reads it with float16 scales.
-    """
-
+    # Largest error of a logit, as a share of the largest logit, unless float32 itself loses a tenth of it.
     tolerance: float
-    onnx_type: str
-    dtype: DType | None = None
+    onnx_type: str  # in `onnx.TensorProto.DataType`
+    dtype: DType | None = None  # of tensors in graphs; None for weights only
+    # Value of a group's largest weight. -8 and -128 are not used, so that a weight and its negative round alike.
     largest: float = 0.0
-    qdq_opset: int = 0
+    qdq_opset: int = 0  # first opset whose DequantizeLinear reads it with float16 scales
 
 
 # float32 rounds to 6e-8 and accumulates to about 1e-6 over a deep model; float16 and bfloat16 keep 11 and 8 bits. The
@@ -49,7 +39,7 @@ FORMATS: dict[Accuracy, NumberFormat] = {
     "int4": NumberFormat(5e-1, "INT4", largest=7.0, qdq_opset=21),
 }
 FLOAT: dict[Precision, DType] = {
-    name: number.dtype  # type: ignore[misc]
-    for name, number in FORMATS.items()
-    if number.dtype is not None
+    name: row.dtype  # type: ignore[misc]
+    for name, row in FORMATS.items()
+    if row.dtype is not None
 }

@@ -11,11 +11,8 @@ from tfexport._io.process import ProcessError, call_in_process
 from tfexport.describe import inspect_path
 from tfexport.errors import InputError
 
-# Manifests have at most 4 MiB, and graphs with external weights are small too.
-MAX_MEMORY_BYTES = 2 * 1024**3
-# Hashing weights takes about one second per gigabyte.
-MAX_CPU_S = 300
-_MAX_WALL_S = 900
+_MAX_MEMORY_BYTES = 2 * 1024**3  # manifests have at most 4 MiB, and graphs with external weights are small too
+_MAX_CPU_S, _MAX_WALL_S = 300, 900  # hashing weights takes about one second per gigabyte
 
 
 def inspect_untrusted(
@@ -29,10 +26,10 @@ def inspect_untrusted(
     Raises:
         InputError: the subprocess exceeded a limit or failed.
     """
-    words = [os.fspath(checked_path(word, "inspect")) for word in (path, *trusted_keys)]
+    paths = [os.fspath(checked_path(each, "inspect")) for each in (path, *trusted_keys)]
     try:
         found: dict[str, Any] = call_in_process(
-            "tfexport.sandbox:_inspect", *words, memory_bytes=MAX_MEMORY_BYTES, cpu_s=MAX_CPU_S, wall_s=_MAX_WALL_S
+            "tfexport.sandbox:_inspect", *paths, memory_bytes=_MAX_MEMORY_BYTES, cpu_s=_MAX_CPU_S, wall_s=_MAX_WALL_S
         )
     except ProcessError as error:
         raise InputError(f"{path}: reading it {error}; do not load it") from error

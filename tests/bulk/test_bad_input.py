@@ -237,7 +237,7 @@ def test_the_command_line_says_how_many_rows_are_wrong(dates_bundle: Path, tmp_p
     assert (done.exit_code, done.stdout) == (3, "")
     last = done.stderr.splitlines()[-1]
     assert last.startswith("1 of 2 rows could not be decoded; ")
-    assert last.endswith("out.csv has the reason of each in column iso_error")
+    assert last.endswith(f"for the reasons see column iso_error of {tmp_path / 'out.csv'}")
     assert [(row["iso"], row["iso_error"]) for row in read(tmp_path / "out.csv")] == [
         ("2000-01-01", ""), ("", "the text is empty; leave it out")
     ]  # fmt: skip

@@ -251,7 +251,7 @@ def test_a_backend_that_is_not_installed(dates_bundle: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("raw", "messages"),
     [
-        (b"", ["standard input: has no text, expected one text a line"]),
+        (b"", ["standard input: has no text, expected one text per line"]),
         (b"\n", ["line 1 is empty"]),
         (b"1.1.2000\n\xff\n \n\xfe", ["lines 2, 4 are not UTF-8; convert the file", "line 3 is empty"]),
         (b"1.1.2000\n" + b"1" * 1_000_000, ["text 2 has 1000000 characters, the limit is 10000; split it"]),

@@ -126,7 +126,7 @@ def test_a_bad_line_leaves_the_old_output(dates_bundle: Path, tmp_path: Path) ->
     ("arguments", "message"),
     [
         (["generate"], "Missing argument 'BUNDLE'"),
-        (["generate", "b", "x", "--input", "-"], "TEXT and --input were both given"),
+        (["generate", "b", "x", "--input", "-"], "TEXT and --input are both given"),
         (["generate", "b", "--input", "/no/such/file"], "/no/such/file"),
         (["generate", "b", "x", "--nothing"], "No such option"),
         (["generate", "b", "x", "--backend", "tpu"], "'tpu' is not one of"),

@@ -46,7 +46,7 @@ def test_many_bad_lines_are_counted() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\xef\xbb\xbf"])
 def test_an_empty_file_has_no_text(data: bytes) -> None:
-    with pytest.raises(InputError, match=r"in\.txt: has no text, expected one text a line"):
+    with pytest.raises(InputError, match=r"in\.txt: has no text, expected one text per line"):
         read(data)
 
 
@@ -94,7 +94,7 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(tmp_path: Path,
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with (
-        pytest.raises(InputError, match=rf"cannot be written \({reason}\); choose another place"),
+        pytest.raises(InputError, match=rf"cannot be written \({reason}\); choose another output"),
         write_whole(tmp_path / name),
     ):
         pytest.fail("the block ran")

@@ -61,7 +61,7 @@ def test_without_a_standard_error_the_exit_code_says_it(tmp_path: Path) -> None:
 
 def test_no_file_gets_the_number_of_a_stream() -> None:
     """Whatever a library writes to its standard error would go into the file."""
-    program = "from tfexport.cli.process import check_streams; check_streams(); print(open('/dev/zero').fileno())"
+    program = "from tfexport.cli.commands import check_streams; check_streams(); print(open('/dev/zero').fileno())"
     command = f"{sys.executable} -c {shlex.quote(program)} <&- 2>&-"
     assert int(subprocess.run(command, shell=True, capture_output=True, text=True).stdout) > 2
 
@@ -96,7 +96,7 @@ def test_a_signal_during_an_export(number: int, is_there: bool, code: int, said:
                 break
         process.send_signal(number)
         stdout, stderr = process.communicate()
-    told = f"{said}; {output} is {'as it was' if is_there else 'not written'}"
+    told = f"{said}; {output} is {'unchanged' if is_there else 'not written'}"
     assert (process.returncode, stdout, stderr.splitlines()[-1]) == (code, "", told)
     assert "Traceback" not in stderr
     assert open_bundle(copy) == before

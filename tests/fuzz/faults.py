@@ -144,7 +144,7 @@ def main(name: str, home: Path, actions: list[str]) -> dict[str, Any]:
                 assert (status == 0) == (found == new_target), f"exit code {status}, and that is not there"
             elif action != "SIGKILL":
                 assert left in (old, new), "there is litter"
-                assert not said or ("is written and whole" in said) == (found == new_target), said
+                assert not said or ("is complete" in said) == (found == new_target), said
             status, said, _ = run(command, folder)
             assert (status, content(folder)) == (0, new), f"the next run fails or leaves litter: {said}"
         except (AssertionError, TfexportError, OSError) as error:

@@ -1,13 +1,12 @@
 """Write a file or directory that appears complete or not at all.
 
-For a target `NAME` there are up to three siblings; after success they are all removed:
+For a target `NAME` there are up to three siblings, which are removed after success:
 
-- `.NAME.lock` is locked (flock) by the process that writes NAME. The kernel
-  releases the lock when the process ends, so the lock's owner knows that the
-  other two siblings belong to killed processes.
+- `.NAME.lock` is locked (flock) by the process that writes NAME. The kernel releases the lock when the process ends, so
+  the lock's owner knows that the other two siblings belong to killed processes.
 - `.NAME.tmp-…` is being written, or being deleted.
-- `.NAME.old-…` is the former NAME, complete, until the new one is in place. If
-  a writer is killed before that, the next writer renames it back.
+- `.NAME.old-…` is the former NAME, complete, until the new one is in place. If a writer is killed before that, the next
+  writer renames it back.
 
 If a sibling's name would be too long for the file system, it contains the sha256 of NAME instead.
 """
@@ -30,25 +29,20 @@ from tfexport.errors import BundleError
 
 # Linux and macOS limit a name to 255 bytes; a sibling's name is longer than its target's.
 _LONGEST = 255 - len("..tmp-0123456789abcdef")
+_FORMER = re.compile(r"\.(.+)\.old-[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(.+)\.(?:lock|(?:tmp|old)-[0-9a-f]{16})")
 
 
 @contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Delay Ctrl-C and SIGTERM until the block ends.
-
-    Outside of the main thread, which receives the signals, this does nothing.
-
-    Yields:
-        A function that handles a signal that has arrived.
-    """
-    pressed: list[int] = []
+    """Delay Ctrl-C and SIGTERM; yield a function that handles one that has arrived."""
+    arrived: list[int] = []
     former: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def check() -> None:
-        if pressed:
-            number = pressed[0]
-            pressed.clear()
+        if arrived:
+            number = arrived[0]
+            arrived.clear()
             former[number](number, None)
 
     if threading.current_thread() is threading.main_thread():
@@ -56,7 +50,7 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
             handler = signal.getsignal(number)
             if callable(handler):
                 former[number] = handler
-                signal.signal(number, lambda came, _frame: pressed.append(came))
+                signal.signal(number, lambda number, _frame: arrived.append(number))
     try:
         yield check
     finally:
@@ -83,8 +77,7 @@ def locked(target: Path) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            # Removed while still locked, so that a waiting process notices. If it cannot be removed, the next writer
-            # takes it over.
+            # Removed while locked, so that a waiting process notices. If that fails, the next writer takes it over.
             with interrupts_held(), suppress(OSError):
                 try:
                     path.unlink()
@@ -97,29 +90,20 @@ def _lock(path: Path, target: Path) -> int:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(lock, path):
-                return lock
+            with suppress(FileNotFoundError):  # the previous owner removed the file after we had opened it
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    return lock
         except BlockingIOError as error:
             os.close(lock)
             raise BundleError(f"{target} is being written by another process; wait until it has ended") from error
         except OSError:
             os.close(lock)
             raise
-        os.close(lock)  # the previous owner removed the file after we had opened it
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+        os.close(lock)
 
 
 def recover(target: Path) -> None:
-    """Clean up after a killed writer; the caller holds the lock.
-
-    Renames the former `target` back if it is missing and removes every other leftover.
-    """
+    """Clean up after a killed writer; restore `target`, which is locked, if missing."""
     former = _siblings(target, "old")
     if former and not os.path.lexists(target):
         former.pop().rename(target)
@@ -139,13 +123,12 @@ def restore(target: Path) -> None:
 
 def aside(folder: Path) -> list[Path]:
     """List the targets in `folder` that a killed writer has left missing."""
-    former = re.compile(r"\.(.+)\.old-[0-9a-f]{16}")
-    names = {match[1] for path in folder.iterdir() if (match := former.fullmatch(path.name))}
+    names = {match[1] for path in folder.iterdir() if (match := _FORMER.fullmatch(path.name))}
     return [folder / name for name in sorted(names) if not os.path.lexists(folder / name)]
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether this is the name of a lock, temporary or former file of a writer."""
+    """Return whether this is the name of a writer's lock, temporary or former file."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
@@ -170,14 +153,10 @@ def temporary(target: Path) -> Iterator[Path]:
 
 
 def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
-    """Move the finished directory `path` to `target`, replacing a directory there.
+    """Move a finished `temporary` directory to `target`, which is locked.
 
-    Everything is flushed to disk before a name changes. After an error the former `target` is back. Ctrl-C is delayed.
-
-    Args:
-        path: from `temporary`.
-        target: locked by the caller.
-        check: called with the former `target` after it has been renamed; raises if it must not be deleted.
+    Everything is flushed to disk before a name changes. `check` is called with the path to which the former `target`
+    was renamed, and raises if it must not be deleted. After an error the former `target` is back.
     """
     for folder, _, names in os.walk(path):
         for name in names:
@@ -218,11 +197,7 @@ def _remove(folder: Path, *, ignore_errors: bool = False) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Write a file that appears as `target`, complete or not at all, at the end.
-
-    Yields:
-        An empty file next to `target` to write to.
-    """
+    """Yield an empty file, which becomes `target` at the end if there is no error."""
     with locked(target):
         recover(target)
         draft = _sibling(target, "tmp")

@@ -26,19 +26,21 @@ _EXTRAS = {
     "jinja2": "bench",
     "matplotlib": "bench",
 }
-# Arguments of `pip install` for modules that no extra installs.
-_PACKAGES = {"cuda": "'cuda-python>=12.6'", "sentencepiece": "sentencepiece protobuf"}
-# Distributions that install the same files: having both breaks both.
+# Modules that no extra installs.
+_PACKAGES = {
+    "cuda": "'cuda-python>=12.6' ('cuda-python<13' for drivers older than 580)",
+    "sentencepiece": "sentencepiece protobuf",
+}
+# Distributions that install the same files, so that having both breaks both.
 _RIVALS = {"cpu": "onnxruntime-gpu", "gpu": "onnxruntime"}
 
 
 def install_command(module: str) -> str:
     """Return the command that installs a module; "" if tfexport does not use it."""
     if module in _PACKAGES:
-        choice = " ('cuda-python<13' for drivers older than 580)" if module == "cuda" else ""
-        return f"pip install {_PACKAGES[module]}{choice}"
-    choice = " (or [gpu], never both)" if module == "onnxruntime" else ""
-    return f"{extra_command(_EXTRAS[module])}{choice}" if module in _EXTRAS else ""
+        return f"pip install {_PACKAGES[module]}"
+    hint = " (or [gpu], never both)" if module == "onnxruntime" else ""
+    return f"{extra_command(_EXTRAS[module])}{hint}" if module in _EXTRAS else ""
 
 
 def older_cuda_command(major: int) -> str:

@@ -1,4 +1,4 @@
-"""Name the files that several stages use, and check paths of callers."""
+"""File names that several stages use, and the check of callers' paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CERTIFICATE = "certificate.json"
 LAYOUT = "layout.yaml"
 # Bundles; the names of the weight files are in `tfexport.contract`.
 MANIFEST = "manifest.json"
-# Engines of a bundle; the folder of kernels has one folder per GPU, in which files are named after the plan.
+# Engines of a bundle; `kernels` has a folder per GPU, whose files are named after the plans.
 ENGINE_MANIFEST = "engine.json"
 BUILD_LOG = "build.log"
 KERNELS = "kernels"

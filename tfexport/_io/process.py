@@ -15,14 +15,14 @@ from typing import Any
 from tfexport import errors
 from tfexport.errors import TfexportError
 
-# Windows lacks this module; only the time is limited there.
+# Windows lacks this module, so only the time is limited there.
 resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
 _MAX_FILES = 64
 _TOO_MUCH_MEMORY = "needs more than {} bytes of memory"
 
 
 class ProcessError(Exception):
-    """Report that a process ended without a result; the message is the reason."""
+    """A process ended without a result; the message is the reason."""
 
 
 def call_in_process(
@@ -35,8 +35,8 @@ def call_in_process(
 ) -> Any:
     """Call a function, "module:name", in a new Python process and return its result.
 
-    The arguments and the result are JSON values, except `data`, which is passed as the last argument. With a memory
-    limit, which counts the address space, the process also cannot write files and can open only a few.
+    Arguments and result are JSON values, except `data`, the last argument. With a memory limit, which counts the
+    address space, the process cannot write files and can open only a few.
 
     Raises:
         ProcessError: the process exceeded a limit, crashed or failed.
@@ -45,7 +45,7 @@ def call_in_process(
     request = {"function": function, "arguments": arguments, "memory": memory_bytes, "cpu": cpu_s}
     try:
         done = subprocess.run(  # noqa: S603 - our own module, our own interpreter
-            [sys.executable, "-P", "-m", __name__, json.dumps({**request, "has_data": data is not None})],
+            [sys.executable, "-P", "-m", __name__, json.dumps(request | {"has_data": data is not None})],
             input=data or b"",
             # Each OpenBLAS thread allocates memory, which is limited.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RUST_BACKTRACE": "0"},

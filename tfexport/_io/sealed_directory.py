@@ -1,8 +1,4 @@
-"""Read and write directories whose manifest lists size and sha256 of every file.
-
-Bundles and engines are such sealed directories. A sealed directory is written next to its target and renamed when it is
-complete. Reading it finds every file that is missing, changed or not listed.
-"""
+"""Read and write directories whose manifest lists size and hash of every file."""
 
 from __future__ import annotations
 
@@ -119,7 +115,7 @@ def foreign_problems(folder: Path, own: Collection[str]) -> list[str]:
 
 
 def plain_problem(name: str, status: os.stat_result) -> str | None:
-    """Return why a path with this status is not a plain file, or None if it is."""
+    """Return why this is not a plain file, or None if it is."""
     if stat.S_ISLNK(status.st_mode):
         return f"{name!r} is a symbolic link, expected a plain file"
     if not stat.S_ISREG(status.st_mode):
@@ -130,10 +126,7 @@ def plain_problem(name: str, status: os.stat_result) -> str | None:
 
 
 def walk(folder: Path, *, without: str | None = None) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the relative name and the status of everything except directories.
-
-    Links are not followed; the subdirectory `without` is skipped.
-    """
+    """Yield name and status of every file and link that is not in `without`."""
     waiting = [""]
     while waiting:
         parent = waiting.pop()
@@ -153,7 +146,7 @@ def walk(folder: Path, *, without: str | None = None) -> Iterator[tuple[str, os.
 def written(
     target: Path, what: str, check: Callable[[Path], object], *, remedy: str = "choose another output"
 ) -> Iterator[Path]:
-    """Write a directory that appears as `target`, complete or not at all, at the end.
+    """Yield an empty directory, which becomes `target` at the end.
 
     Args:
         target: without symbolic links; missing parents are created.
@@ -161,9 +154,6 @@ def written(
         check: raises if the existing target may not be replaced. It is called with the target's path before the block
             runs, and again with the path to which the target was moved, just before it is deleted.
         remedy: for errors other than a full disk.
-
-    Yields:
-        An empty directory next to the target.
     """
     with ExitStack() as stack:
         with write_errors(what, remedy=remedy):
@@ -183,10 +173,7 @@ def written(
 def write_errors(what: str, within: Path | None = None, remedy: str = "choose another output") -> Iterator[None]:
     """Convert OSErrors of writing to BundleError.
 
-    Args:
-        what: name of the target in the error.
-        within: convert only errors about this directory, errors without a file name, and a full disk.
-        remedy: for errors other than a full disk.
+    With `within`, only errors about this directory, errors without a file name and a full disk are converted.
     """
     try:
         yield

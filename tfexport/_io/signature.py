@@ -1,7 +1,6 @@
-"""Sign manifests with Ed25519 and check the signatures.
+"""Sign manifests with Ed25519, and check the signatures.
 
-A signature is a file of 64 bytes next to the manifest, which openssl can create and check too.
-The commands that create keys and check signatures are in docs/reference/bundle.md.
+A signature is a file of 64 bytes next to the manifest. For the openssl commands see docs/reference/bundle.md.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ class SigningKey:
         try:
             key = load_pem_private_key(raw, password=None)
         except TypeError as error:
-            raise ConfigError(f"sign_key: {file} has a passphrase; take it off with openssl pkey -in {file}") from error
+            raise ConfigError(f"sign_key: {file} has a passphrase; remove it with openssl pkey -in {file}") from error
         except (ValueError, UnsupportedAlgorithm) as error:
-            raise ConfigError(f"sign_key: {file} is no private key in PEM; {_MAKE}") from error
+            raise ConfigError(f"sign_key: {file} is not a private key in PEM; {_MAKE}") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"sign_key: {file} is a key of another kind, expected Ed25519; {_MAKE}")
+            raise ConfigError(f"sign_key: {file} is a key of another type, expected Ed25519; {_MAKE}")
         return cls(key)
 
     def sign(self, data: bytes) -> bytes:
-        """Return the signature of `data`, 64 bytes; equal data give equal signatures."""
+        """Return the signature of `data`; equal data give equal signatures."""
         return self._key.sign(data)
 
 
 class TrustedKeys:
-    """Check signatures with the public keys of trusted makers."""
+    """Check signatures with trusted public keys."""
 
     def __init__(self, keys: Iterable[Ed25519PublicKey]) -> None:
         self._keys = tuple(keys)
@@ -72,30 +71,25 @@ class TrustedKeys:
             raise ConfigError(f"trusted_keys is {shortened(paths)}, expected a list of paths")
         keys = [key for path in paths for key in _read_public(checked_path(path, "trusted_keys"))]
         if not keys:
-            raise ConfigError("trusted_keys is empty, expected the path of at least one; None trusts every bundle")
+            raise ConfigError("trusted_keys is empty, expected at least one path; give None to trust every bundle")
         return cls(keys)
 
     def problem(self, file: Path, data: bytes) -> str | None:
-        """Return why no trusted key has signed `data`, or None if one has.
-
-        Args:
-            file: its path; the signature is next to it.
-            data: its content.
-        """
+        """Return why no trusted key has signed `data`, the content of `file`."""
         from cryptography.exceptions import InvalidSignature
 
-        place = file.with_name(file.name + SIGNATURE_SUFFIX)
-        if not os.path.lexists(place):
-            return f"{file.name} is not signed, and only those of trusted keys are loaded; sign it with --sign-key"
-        with open(place, "rb", opener=_open_plain) as stream:
+        signed = file.with_name(file.name + SIGNATURE_SUFFIX)
+        if not os.path.lexists(signed):
+            return f"{file.name} is not signed, but trusted keys were given; sign it with --sign-key"
+        with open(signed, "rb", opener=_open_plain) as stream:
             signature = stream.read(SIGNATURE_BYTES + 1)
         if len(signature) != SIGNATURE_BYTES:
-            return f"{place.name} is no signature, expected {SIGNATURE_BYTES} bytes; sign it again"
+            return f"{signed.name} is not a signature, expected {SIGNATURE_BYTES} bytes; sign it again"
         for key in self._keys:
             with suppress(InvalidSignature):
                 key.verify(signature, data)
                 return None
-        return f"{file.name} is signed by none of the trusted keys, or was changed; use one that you trust"
+        return f"{file.name} was changed, or is not signed with a trusted key; use one that you trust"
 
 
 def _open_plain(path: str, flags: int) -> int:
@@ -115,7 +109,7 @@ def _read_public(file: Path) -> list[Ed25519PublicKey]:
         except (ValueError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"trusted_keys: {file} has a damaged key; {_MAKE_PUBLIC}") from error
         if not isinstance(key, Ed25519PublicKey):
-            raise ConfigError(f"trusted_keys: {file} has a key of another kind, expected Ed25519; {_MAKE}")
+            raise ConfigError(f"trusted_keys: {file} has a key of another type, expected Ed25519; {_MAKE}")
         keys.append(key)
     if not keys:
         raise ConfigError(f"trusted_keys: {file} has no public key in PEM; {_MAKE_PUBLIC}")
@@ -126,7 +120,7 @@ def _read_key(file: Path, name: str) -> bytes:
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(f"{name}: signatures need cryptography; {install_command('cryptography')}")
     if not file.is_file():
-        raise ConfigError(f"{name}: {file} is not there, or no plain file; {_MAKE}")
+        raise ConfigError(f"{name}: {file} is missing or not a plain file; {_MAKE}")
     try:
         with file.open("rb") as stream:
             raw = stream.read(_MAX_KEY_BYTES + 1)

@@ -17,8 +17,7 @@ from tfexport.errors import BundleError, ConfigError, shortened
 T = TypeVar("T")
 
 MAX_CONFIG_BYTES = 1024 * 1024
-# Nesting of lists and objects; below Python's recursion limit, because values are compared and written recursively.
-MAX_DEPTH = 100
+MAX_DEPTH = 100  # below Python's recursion limit, because values are compared and written recursively
 _MAX_LISTED = 8
 
 
@@ -29,53 +28,43 @@ def parse_json(raw: bytes) -> Any:
         ValueError: it is not JSON, or has something that Python accepts: NaN, Infinity, numbers such as 1e999, more
             than MAX_DEPTH levels, half of a surrogate pair, or duplicate keys.
     """
-    twice: list[str] = []
+    duplicates: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         data = dict(pairs)
         if len(data) < len(pairs):
-            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            duplicates.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         return data
 
     try:
-        data = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        data = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=_finite, parse_float=_finite)
+        if rb"\u" in raw:  # a lone surrogate can only be written as an escape
+            json.dumps(data, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if twice:
-        raise ValueError("; ".join(f"key {key[:80]} is given twice, expected once" for key in twice[:_MAX_LISTED]))
+    except UnicodeEncodeError as error:
+        raise ValueError("a text has half of a surrogate pair, expected whole characters") from error
+    if duplicates:
+        raise ValueError("; ".join(f"key {key[:80]} is given twice, expected once" for key in duplicates[:_MAX_LISTED]))
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         _check_depth(data)
-    if rb"\u" in raw:  # a lone surrogate can only be written as an escape
-        _check_unicode(data)
     return data
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{shortened(text)} is too large for a number")
+        raise ValueError(f"{shortened(text)} is not a finite number")
     return number
 
 
 def _check_depth(data: object) -> None:
     level = [data]
     for _ in range(MAX_DEPTH + 1):
-        if not (level := [one for one in level if isinstance(one, dict | list)]):
+        containers = [value for value in level if isinstance(value, dict | list)]
+        if not containers:
             return
-        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+        level = [part for value in containers for part in (value.values() if isinstance(value, dict) else value)]
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-
-
-def _check_unicode(data: object) -> None:
-    try:
-        json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("a text has half of a surrogate pair, expected whole characters") from error
 
 
 def plain_problem(path: Path) -> str | None:
@@ -127,11 +116,11 @@ def seal(data: dict[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
-    """Read an object that `seal` wrote; `read` receives it without its hash.
+    """Read an object that `seal` wrote; `read` converts it, without its hash.
 
     Raises:
-        BundleError: it is not JSON, was changed or was made by a version newer than `format_version`; lists every wrong
-            value that the ConfigError of `read` has. The message has `name` and ends with `remedy`.
+        BundleError: it is not JSON, was changed, was made by a version newer than `format_version`, or `read` raised
+            ConfigError. The message has `name` and ends with `remedy`.
     """
     data = parse(raw, name, remedy)
     version = data.get("format_version")
@@ -154,8 +143,8 @@ def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format
 
 def _without(sealed: bytes, claimed: object) -> bytes:
     # Faster than rendering the object again without its hash.
-    before, _, behind = sealed.partition(f'\n  "self_sha256": "{claimed}"'.encode())
-    return before + behind[1:] if behind.startswith(b",") else before[:-1] + behind
+    before, _, after = sealed.partition(f'\n  "self_sha256": "{claimed}"'.encode())
+    return before + after[1:] if after.startswith(b",") else before[:-1] + after
 
 
 def _sum(rendered: bytes) -> str:

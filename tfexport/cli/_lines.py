@@ -21,9 +21,7 @@ _STREAM = re.compile(r"/dev/(?:std|fd/)(out|err|\d{1,4})")
 
 
 def read_lines(stream: BinaryIO, name: str) -> list[str]:
-    r"""Read one text per line.
-
-    Lines end with \n or \r\n; a byte order mark is dropped. Errors begin with `name`.
+    """Read one text per line, without a byte order mark; errors begin with `name`.
 
     Raises:
         InputError: there are too many bytes or no lines, or lists all lines that are empty or not UTF-8.
@@ -44,7 +42,7 @@ def read_lines(stream: BinaryIO, name: str) -> list[str]:
         else:
             if not texts[-1].strip():
                 empty.append(number)
-    problems = [] if rows else ["has no text, expected one text a line"]
+    problems = [] if rows else ["has no text, expected one text per line"]
     if broken:
         problems.append(f"{_name(broken)} not UTF-8; convert the file, for example with iconv -t utf-8")
     if empty:
@@ -54,13 +52,10 @@ def read_lines(stream: BinaryIO, name: str) -> list[str]:
 
 
 def split_pairs(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split lines into sources and targets.
+    """Split lines into sources and targets; raises InputError for invalid ones.
 
     A line has two texts with a tab between them, or a JSON object with "input" and "text". A tab in a JSON text is
     escaped, so a line with a tab is never JSON.
-
-    Raises:
-        InputError: lists every invalid line; `indices` has their positions.
     """
     pairs: list[tuple[str, str]] = []
     problems, indices = [], []
@@ -100,17 +95,10 @@ def _name(numbers: Sequence[int]) -> str:
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[list[str]]:
-    """Collect lines and write them to `path` in one step when the block ends.
+    """Yield a list of lines, which are written to `path` in one step at the end.
 
-    An existing file is replaced. A pipe or a device such as /dev/stdout is written to directly. Whether `path` is
+    An existing file is replaced; a pipe or a device such as /dev/stdout is written to directly. Whether `path` is
     writable is checked on entry.
-
-    Yields:
-        A list to append lines to, each without its line end.
-
-    Raises:
-        InputError: the file cannot be written; the existing one is unchanged.
-        BundleError: another process is writing it.
     """
     lines: list[str] = []
     with ExitStack() as stack:
@@ -138,4 +126,4 @@ def _wrapped(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another output") from error

@@ -1,20 +1,23 @@
-"""The group of all commands, which turns errors into one line and an exit code."""
+"""The group of all commands, which handles streams, signals and errors."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
 from tfexport._io.extras import install_command
-from tfexport.cli.process import EXIT_TERMINATED, Terminated, check_streams, terminable
 from tfexport.errors import ParityError, TfexportError, printable
 
-EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 # `tfexport` without a command shows its help; before click 8.2 that was not an error.
 _NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
@@ -33,46 +36,43 @@ class Commands(click.Group):
             with terminable():
                 code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except TfexportError as error:
-            _tell(f"error: {error}")
+            _print_error(f"error: {error}")
             code = EXIT_PARITY if isinstance(error, ParityError) else EXIT_ERROR
         except ModuleNotFoundError as error:
             command = install_command((error.name or "").partition(".")[0])
             if not command:
                 raise
-            _tell(f"error: this needs {error.name}, which is not installed; {command}")
+            _print_error(f"error: this needs {error.name}, which is not installed; {command}")
             code = EXIT_ERROR
         except click.ClickException as error:
             if isinstance(error, _NO_COMMAND):
                 error.show()
             else:
-                _tell(f"error: {_one_line(error)}")
+                _print_error(f"error: {_one_line(error)}")
             code = EXIT_ERROR
         except OSError as error:
             if not (_was_printing(error) or _stdout_fails()):
                 raise
-            # Otherwise flushing the buffer at exit would fail again, with a trace.
+            # Flushing the buffer at exit would fail again, with a trace.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            _tell(f"error: standard output cannot be written: {error.strerror}; redirect it elsewhere")
+            _print_error(f"error: standard output cannot be written: {error.strerror}; redirect it elsewhere")
             code = EXIT_ERROR
         except (click.Abort, KeyboardInterrupt) as error:
-            _tell(_with_notes("interrupted", error.__cause__ or error))
+            _print_error(_with_notes("interrupted", error.__cause__ or error))
             code = EXIT_INTERRUPTED
         except Terminated as error:
-            _tell(_with_notes("terminated", error))
+            _print_error(_with_notes("terminated", error))
             code = EXIT_TERMINATED
         sys.exit(code)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find a command by its name, which may be two words."""
-        two = " ".join(args[:2])
-        return (two, self.commands[two], args[2:]) if two in self.commands else super().resolve_command(ctx, args)
+        name = " ".join(args[:2])
+        return (name, self.commands[name], args[2:]) if name in self.commands else super().resolve_command(ctx, args)
 
 
-def _tell(line: str) -> None:
-    """Write a line to standard error, or do nothing if that fails."""
-    with contextlib.suppress(OSError):
+def _print_error(line: str) -> None:
+    with suppress(OSError):
         click.echo(line, err=True)
 
 
@@ -81,13 +81,11 @@ def _with_notes(what: str, error: BaseException) -> str:
 
 
 def _was_printing(error: OSError) -> bool:
-    """Return whether click raised the error while printing without a buffer."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return [frame.f_globals.get("__name__") for frame, _ in frames][-1] == "click.utils"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") == "click.utils"
 
 
 def _stdout_fails() -> bool:
-    """Return whether buffered data cannot be written to standard output."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -96,7 +94,68 @@ def _stdout_fails() -> bool:
 
 
 def _one_line(error: click.ClickException) -> str:
-    """Format a usage error with a hint to the help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     advice = f" See {context.command_path} --help." if context else ""
     return printable(" ".join(error.format_message().split()) + advice)
+
+
+# ---- streams and signals
+
+
+class Terminated(SystemExit):
+    """Raised in the main thread on SIGTERM."""
+
+
+def check_streams() -> None:
+    """Replace closed standard streams by /dev/null; raises if it is standard output.
+
+    Otherwise a file would get the number of a closed stream, and libraries would write their messages into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:  # Python's value for a closed stream
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - for as long as the process runs
+    if sys.stdout is None:
+        raise click.ClickException("standard output is closed; redirect it, for example to /dev/null")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM, unless SIGTERM has a handler already."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # do not interrupt the cleanup
+        raise Terminated(EXIT_TERMINATED)
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def reports_whether_written(output: Path) -> Iterator[None]:
+    """On Ctrl-C and SIGTERM, note whether the directory `output` was written."""
+    before = _content(output)
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        unchanged = "unchanged" if before else "not written"
+        stop.add_note(f"{output} is {unchanged if _content(output) == before else 'complete'}")
+        raise
+
+
+def _content(folder: Path) -> frozenset[tuple[str, int]]:
+    """Return names and inodes of visible entries."""
+    try:
+        return frozenset((entry.name, entry.inode()) for entry in os.scandir(folder) if not entry.name.startswith("."))
+    except OSError:
+        return frozenset()

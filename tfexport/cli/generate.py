@@ -1,4 +1,4 @@
-"""`tfexport generate`: texts or whole files in, texts out."""
+"""Define the command `generate`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.options import TextRun, bulk_options, decode_options, is_given, json_option, token_ids
-from tfexport.cli.process import Terminated
-from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress, report_line
+from tfexport.cli.commands import Terminated
+from tfexport.cli.options import TextRun, decode_options, is_given, json_option, text_options, token_ids
+from tfexport.cli.terminal import CLEAR_LINE, inputs_of, json_text, lines_to, progress, report_line
 from tfexport.errors import InputError
 
 if TYPE_CHECKING:
     from tfexport.bulk.config import BulkConfig, Progress
     from tfexport.model.model import Model
 
-# The output is complete, but some of its rows have an error; not a reason to try again.
-EXIT_ROWS = 3
-# Seconds between two lines of progress: on a terminal, where they replace each other, and in a log.
-_ON_TERMINAL_S, _IN_LOG_S = 0.2, 30.0
+EXIT_ROWS = 3  # the output is complete, but some of its rows have an error
+_TERMINAL_INTERVAL_S, _LOG_INTERVAL_S = 0.2, 30.0  # between two lines of progress
 
 
 @click.command()
-@bulk_options
+@text_options(bulk=True)
 @click.option("--input-column", help="Column of the texts; by default the only one, or the one named text.")
-@click.option("--output-column", help="Column of the outputs; further columns begin with its name.  [default: output]")
+@click.option("--output-column", help="Column of the outputs; more columns begin with its name.  [default: output]")
 @click.option("--prefix", help="Text that every output begins with.")
 @json_option
 @decode_options
@@ -42,30 +40,28 @@ def generate(
     as_json: bool,
     **decode: Any,
 ) -> None:
-    """Write what the model answers to each TEXT, one a line.
+    """Generate a text for each TEXT and print one per line.
 
     Without TEXT and --input it reads standard input. Several texts for one input are written as number of the
     input, score and text, separated by tabs. A line break inside a text is written as a space, except with --json.
 
-    With --input and --output of .parquet, .jsonl, .csv, .tsv or .txt it works in bulk: memory is bounded, every column
-    is carried along, and the same command resumes a killed run. This needs the extra `bulk`.
+    If --input and --output end with .parquet, .jsonl, .csv, .tsv or .txt, it works in bulk: memory is bounded, every
+    column is copied, and the same command resumes a killed run. This needs the extra `bulk`.
 
-    What a bundle brings as its own defaults (tfexport inspect BUNDLE) goes before the defaults below, and what is
-    given here before both.
+    Options given here override the bundle's own defaults (tfexport inspect BUNDLE), which override those below.
     """
-    given = {name: value for name, value in decode.items() if is_given(name)}
+    options = {name: value for name, value in decode.items() if is_given(name)}
     from tfexport.bulk.config import BulkConfig, is_bulk
 
     in_bulk = not run.texts and not as_json and is_bulk(run.source, run.output)
-    inputs = [] if in_bulk else _plain_inputs(run, has_columns=(input_column or output_column) is not None)
+    inputs = [] if in_bulk else _read_inputs(run, has_columns=(input_column or output_column) is not None)
     from tfexport.model.load import load
 
     with load(run.bundle, **run.loading) as model:
         if not model.spec.has_decoder:
-            raise InputError(
-                f"{run.bundle}: is an encoder alone and generates no text; use tfexport embed {run.bundle}"
-            )
-        given = token_ids(given, model.tokenizer.target_id if model.tokenizer else None)
+            remedy = f"use tfexport embed {run.bundle}"
+            raise InputError(f"{run.bundle}: is an encoder-only model and generates no text; {remedy}")
+        options = token_ids(options, model.tokenizer.target_id if model.tokenizer else None)
         if in_bulk:
             config = BulkConfig(
                 input_column=input_column,
@@ -73,12 +69,12 @@ def generate(
                 prefix=prefix,
                 batch_size=run.batch_size,
             )
-            _generate_in_bulk(model, str(run.source), str(run.output), config, given)
+            _generate_in_bulk(model, str(run.source), str(run.output), config, options)
         else:
-            _generate_plainly(model, inputs, run, prefix, as_json, given)
+            _generate_lines(model, inputs, run, prefix, as_json, options)
 
 
-def _generate_plainly(
+def _generate_lines(
     model: Model, inputs: Sequence[str], run: TextRun, prefix: str | None, as_json: bool, options: dict[str, Any]
 ) -> None:
     from tfexport.bulk.config import answer_line
@@ -94,23 +90,21 @@ def _generate_plainly(
                 write(answer_line(result.text, result.index + 1 if is_numbered else None, result.score))
 
 
-def _plain_inputs(run: TextRun, *, has_columns: bool) -> list[str]:
+def _read_inputs(run: TextRun, *, has_columns: bool) -> list[str]:
     """Return the texts; raise if files or options need the bulk mode."""
     from tfexport.bulk.config import is_table
 
     source, output = run.source, run.output
-    what = None
+    subject = ""
     if isinstance(source, str) or isinstance(output, str):
-        what = "A URI"
+        subject = "A URI"
     elif has_columns:
-        what = "--input-column and --output-column"
+        subject = "--input-column and --output-column"
     elif source is not None and is_table(source):
-        what = f"--input {source}, whose lines are no texts,"
-    if what:
-        raise click.UsageError(
-            f"{what} needs --input and --output with names that end with .parquet, .jsonl, .csv, .tsv or .txt, "
-            "without TEXT and --json."
-        )
+        subject = f"--input {source}, whose lines are not texts,"
+    if subject:
+        expected = "--input and --output that end with .parquet, .jsonl, .csv, .tsv or .txt, without TEXT and --json"
+        raise click.UsageError(f"{subject} needs {expected}.")
     if source and output and Path(source).is_file() and Path(output).is_file() and Path(source).samefile(output):
         raise InputError(f"{output} is also the input; choose another --output")
     return inputs_of(run.texts, source)
@@ -120,22 +114,22 @@ def _generate_in_bulk(model: Model, source: str, output: str, config: BulkConfig
     """Generate for a file; exit with 3 if rows have errors."""
     from tfexport.bulk.run import generate_file
 
-    with _note_on_resuming(), _progress() as (report, on_progress):
-        summary = generate_file(model, source, output, config, report=report, on_progress=on_progress, **options)
-    report_line(
-        f"{output}: {summary.num_rows:,} rows, {summary.num_decoded:,} of them decoded now"
-        f" at {summary.rows_per_s:,.0f} rows a second"
-    )
+    with _bulk_progress() as (report, on_progress):
+        try:
+            summary = generate_file(model, source, output, config, report=report, on_progress=on_progress, **options)
+        except (KeyboardInterrupt, Terminated) as stop:
+            stop.add_note("finished rows are kept; run the same command again to continue")
+            raise
+    decoded = f"{summary.num_decoded:,} of them decoded now at {summary.rows_per_s:,.0f} rows a second"
+    report_line(f"{output}: {summary.num_rows:,} rows, {decoded}")
     if summary.num_errors:
-        report_line(
-            f"{summary.num_errors:,} of {summary.num_rows:,} rows could not be decoded; "
-            f"{output} has the reason of each in column {config.output_column}_error"
-        )
+        errors = f"{summary.num_errors:,} of {summary.num_rows:,} rows could not be decoded"
+        report_line(f"{errors}; for the reasons see column {config.output_column}_error of {output}")
         click.get_current_context().exit(EXIT_ROWS)
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Progress], None]]]:
+def _bulk_progress() -> Iterator[tuple[Callable[[str], None], Callable[[Progress], None]]]:
     """Update one line on a terminal; elsewhere, print a line every 30 seconds."""
     is_terminal, shown_at = sys.stderr.isatty(), time.monotonic()
     is_line_open = False
@@ -150,12 +144,12 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Progress], No
     def on_progress(progress: Progress) -> None:
         nonlocal shown_at, is_line_open
         now = time.monotonic()
-        if now - shown_at < (_ON_TERMINAL_S if is_terminal else _IN_LOG_S):
+        if now - shown_at < (_TERMINAL_INTERVAL_S if is_terminal else _LOG_INTERVAL_S):
             return
         shown_at = now
         if is_terminal:
             is_line_open = True
-            click.echo(f"\r\x1b[K{_progress_line(progress)}", nl=False, err=True)
+            click.echo(CLEAR_LINE + _progress_line(progress), nl=False, err=True)
         else:
             report_line(_progress_line(progress))
 
@@ -173,12 +167,3 @@ def _progress_line(progress: Progress) -> str:
         return line
     minutes, seconds = divmod(int(progress.left_s), 60)
     return f"{line}, {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
-
-
-@contextmanager
-def _note_on_resuming() -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, Terminated) as stop:
-        stop.add_note("what is done is kept; run the same command again to go on")
-        raise

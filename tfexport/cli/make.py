@@ -9,6 +9,7 @@ from typing import Any, get_args
 import click
 
 from tfexport.bundle.manifest import ENGINES, Identity
+from tfexport.cli.commands import reports_whether_written
 from tfexport.cli.options import (
     PATH,
     config_of,
@@ -18,7 +19,6 @@ from tfexport.cli.options import (
     sign_key_option,
     trusted_keys_option,
 )
-from tfexport.cli.process import says_whether_written
 from tfexport.cli.terminal import print_result, report_line, stage_progress
 from tfexport.contract import CONCAT_OPSETS, AlignmentHeads
 from tfexport.errors import printable
@@ -27,13 +27,10 @@ from tfexport.importing.config import ImportConfig
 from tfexport.serve.config import Limits, ServingConfig, named_bundles
 from tfexport.tensorrt.config import EngineConfig, Target
 
-
-def _current_name(option: str) -> str:
-    """Accept `--golden`, the former name of `--reference`."""
-    return "reference" if option == "golden" else option
+_FORMER_NAMES = {"golden": "reference"}
 
 
-@click.command("import", context_settings={"token_normalize_func": _current_name})
+@click.command("import", context_settings={"token_normalize_func": lambda name: _FORMER_NAMES.get(name, name)})
 @click.argument("checkpoint", type=PATH)
 @click.option("--output", type=PATH, required=True, help="Model directory to write.")
 @click.option(
@@ -56,12 +53,12 @@ def import_(
 ) -> None:
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
-    CHECKPOINT is a state dict in a safetensors file, sharded or not, or a file of torch.save, a folder of Lightning or
-    accelerate, or a Hugging Face directory of Marian, BART, T5 or a similar family. With --reference the import is
-    accepted only if the original's outputs are reproduced.
+    CHECKPOINT is a safetensors file, sharded or not, a file of torch.save, a folder of Lightning or accelerate, or a
+    Hugging Face directory of Marian, BART, T5 or a similar family. With --reference the import is accepted only if it
+    reproduces the outputs of the original.
     """
     settings = ImportConfig(**config)
-    with says_whether_written(output):
+    with reports_whether_written(output):
         from tfexport.importing.importer import import_checkpoint
 
         with stage_progress() as (report, on_progress):
@@ -86,9 +83,8 @@ def _heads(value: str) -> AlignmentHeads:
     try:
         return AlignmentHeads(layer=int(layer), heads=tuple(map(int, heads.split(","))) if colon else ())
     except ValueError as error:
-        raise click.BadParameter(
-            f"{value!r} is not a layer and heads; write 1 for all heads of layer 1, or 1:0,2"
-        ) from error
+        remedy = "write 1 for all heads of layer 1, or 1:0,2"
+        raise click.BadParameter(f"{value!r} is not a layer and heads; {remedy}") from error
 
 
 @click.command()
@@ -125,7 +121,7 @@ def onnx(
     """
     settings = ExportConfig(**config)
     identity = Identity(name=name, version=version, license=license, date=date)
-    with says_whether_written(output):
+    with reports_whether_written(output):
         from tfexport.export import export_bundle
 
         bundle = export_bundle(
@@ -143,15 +139,15 @@ def onnx(
         click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}, {proof}{text}"))
 
 
-def _target(_context: click.Context, _parameter: click.Parameter, value: str) -> str | None:
-    return None if value == "auto" else value
-
-
 @click.command()
 @click.argument("bundle", type=PATH)
 @config_options(
     EngineConfig,
-    target={"type": click.Choice(["auto", *get_args(Target)]), "default": "auto", "callback": _target},
+    target={
+        "type": click.Choice(["auto", *get_args(Target)]),
+        "default": "auto",
+        "callback": lambda _context, _parameter, value: None if value == "auto" else value,
+    },
     form={"type": click.Choice(["static", "concat"])},
     min_shapes="--minShapes",
     opt_shapes="--optShapes",
@@ -185,7 +181,7 @@ def trt(
         estimate = estimate_engines(bundle, settings, trusted_keys=trusted_keys, report=report_line)
         print_result(estimate.to_dict(), estimate.lines(), as_json)
         return
-    with says_whether_written(bundle / ENGINES):
+    with reports_whether_written(bundle / ENGINES):
         with stage_progress() as (report, on_progress):
             built = build_engines(
                 bundle,
@@ -219,7 +215,7 @@ def triton(
 
     A model is named NAME, or after the directory of its bundle.
     """
-    with says_whether_written(output):
+    with reports_whether_written(output):
         from tfexport.integrations.triton.repository import write_repository
 
         write_repository(

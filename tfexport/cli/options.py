@@ -18,8 +18,8 @@ from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
 
-# Options that choose the target language of multilingual models.
-_BY_NAME = ("forced_bos_token_id", "decoder_start_token_id")
+# Options that accept a token's name, such as the target language of multilingual models.
+_NAMED_TOKENS = ("forced_bos_token_id", "decoder_start_token_id")
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=Config)
 
@@ -39,7 +39,7 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic befor
 
 
 class NoneOr(click.ParamType):  # type: ignore[type-arg]
-    """A value, or "none", which cancels a default of the bundle."""
+    """A value, or "none" to cancel a default of the bundle."""
 
     def __init__(self, item: Any) -> None:
         self.item = click.types.convert_type(item)
@@ -72,7 +72,7 @@ class PathOrUri(click.Path):
 PATH = click.Path(path_type=Path)
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
 engine_option = click.option(
-    "--engine", help="TensorRT engine of the bundle; by default the only one that runs on this machine."
+    "--engine", help="TensorRT engine of the bundle; by default the only one that works on this machine."
 )
 device_option = click.option("--device", type=click.Choice(get_args(Device)), default="cpu", help="Where graphs run.")
 trusted_keys_option = click.option(
@@ -81,16 +81,18 @@ trusted_keys_option = click.option(
     multiple=True,
     show_default=False,
     callback=lambda _context, _parameter, keys: keys or None,
-    help="File of public keys, one of which must have signed what is loaded; repeatable.",
+    help="File of public keys, one of which must have signed the bundle; repeatable.",
 )
-sign_key_option = click.option("--sign-key", type=PATH, help="Private key (Ed25519, PEM) that signs what is written.")
+sign_key_option = click.option("--sign-key", type=PATH, help="Private key (Ed25519, PEM) to sign the output with.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _LOADING = {
-    "backend": click.option("--backend", type=click.Choice(names()), default=AUTO, help="What runs the bundle."),
+    "backend": click.option(
+        "--backend", type=click.Choice(names()), default=AUTO, help="Backend that runs the bundle."
+    ),
     "form": click.option(
         "--form",
         type=click.Choice(get_args(Form)),
-        help="Decoder graph that ONNX Runtime runs; by default the fastest that bundle and device have.",
+        help="Decoder variant that ONNX Runtime runs; by default the fastest of the bundle on the device.",
     ),
     "device": device_option,
     "engine": engine_option,
@@ -99,7 +101,7 @@ _LOADING = {
         type=_number_or_auto,
         metavar="NUMBER OR AUTO",
         default=AUTO,
-        help="CPU threads of ONNX Runtime; auto chooses by the size of the model and the cores.",
+        help="CPU threads of ONNX Runtime; auto depends on the size of the model and the cores.",
     ),
     "trusted_keys": trusted_keys_option,
 }
@@ -136,12 +138,9 @@ def loading_options(command: F) -> F:
 
 
 def config_options(config: type[Config], *fields: str, **changes: str | dict[str, Any]) -> Callable[[F], F]:
-    """Return a decorator that adds options for the fields of a configuration.
+    """Return a decorator that adds options for fields of a configuration.
 
-    Args:
-        config: the configuration.
-        fields: the fields; by default all that have a help text.
-        changes: for a field, the name of its option, or arguments of `click.option` that replace the field's.
+    Without `fields` it adds all that have a help text. `changes` gives for a field the name of its option, or arguments of `click.option` that replace the field's.
     """
 
     def add(command: F) -> F:
@@ -168,10 +167,10 @@ def _derived(setting: Setting) -> dict[str, Any]:
         return {"name": f"{name}/--no-{name[2:]}" if default else name, "is_flag": True, "default": default}
     derived = {"name": name, "default": default, "show_default": default not in ("", ())}
     lists = [get_args(kind)[0] for kind in setting.types if get_origin(kind) is tuple]
-    words = [word for kind in setting.types if get_origin(kind) is Literal for word in get_args(kind)]
+    choices = [choice for kind in setting.types if get_origin(kind) is Literal for choice in get_args(kind)]
     kind: Any = PATH if setting.types[0] is Path else setting.types[0]
-    if words:
-        kind = click.Choice(words)
+    if choices:
+        kind = click.Choice(choices)
     elif lists and options_of(lists[0]) == (str,):
         return derived | {"multiple": True}
     elif lists:
@@ -183,12 +182,8 @@ def _derived(setting: Setting) -> dict[str, Any]:
 
 
 def token_ids(options: dict[str, Any], target_id: Callable[[str], int] | None) -> dict[str, Any]:
-    """Return decoding options with ids in place of tokens that were given by name.
-
-    Raises:
-        InputError: there is no such token, or no tokenizer, so `target_id` is None.
-    """
-    named = {name: value for name in _BY_NAME if isinstance(value := options.get(name), str)}
+    """Replace names of tokens by ids; `target_id` is None if there is no tokenizer."""
+    named = {name: value for name in _NAMED_TOKENS if isinstance(value := options.get(name), str)}
     if named and target_id is None:
         raise InputError(f"{', '.join(named)}: there is no tokenizer that knows tokens by name; give ids")
     return {**options, **{name: target_id(value) for name, value in named.items() if target_id}}
@@ -200,57 +195,48 @@ def is_given(name: str) -> bool:
 
 
 def _without_empty(_context: click.Context, _parameter: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop empty values; an empty value on its own cancels a default of the bundle."""
+    """Drop empty values, which cancel a default of the bundle."""
     return tuple(value for value in values if value)
-
-
-def _early_stopping(_context: click.Context, _parameter: click.Parameter, value: str) -> bool | str:
-    return {"true": True, "false": False}.get(value, value)
 
 
 decode_options = config_options(
     DecodeConfig,
-    early_stopping={"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping},
+    early_stopping={
+        "type": click.Choice(["true", "false", "never"]),
+        "default": "false",
+        "callback": lambda _context, _parameter, value: {"true": True, "false": False}.get(value, value),
+    },
     bad_words_ids={"type": CommaList(click.INT), "multiple": True, "callback": _without_empty},
     stop_strings={"callback": _without_empty},
     do_sample="--do-sample/--no-do-sample",
     return_alternatives="--return-alternatives/--no-return-alternatives",
     replace_unknowns="--replace-unknowns/--no-replace-unknowns",
-    **{name: {"type": NoneOr(_id_or_token), "metavar": "ID OR TOKEN"} for name in _BY_NAME},
+    **{name: {"type": NoneOr(_id_or_token), "metavar": "ID OR TOKEN"} for name in _NAMED_TOKENS},
 )
 
 
-def text_options(command: F) -> F:
+def text_options(*, bulk: bool = False) -> Callable[[F], F]:
     """Add the options of commands that run a bundle on texts, passed as `run`."""
-    return _text_options(
-        command,
-        click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
-        click.option("--output", type=PATH, help="File to write, whole or not at all; by default standard output."),
+    path = PathOrUri if bulk else click.Path
+    formats = "; also .parquet, .jsonl, .csv, .tsv or .txt, and s3://…" if bulk else ""
+    source = click.option(
+        "--input",
+        "source",
+        type=path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path),
+        help=f"File with one text per line, or - for standard input{formats}.",
     )
-
-
-def bulk_options(command: F) -> F:
-    """Add the same for files of any size and format."""
-    return _text_options(
-        command,
-        click.option(
-            "--input",
-            "source",
-            type=PathOrUri(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path),
-            help="File with one text a line (- is standard input), or .parquet, .jsonl, .csv, .tsv or .txt, also s3://….",
-        ),
-        click.option(
-            "--output",
-            type=PathOrUri(path_type=Path),
-            help="File to write, whole or not at all; by default standard output. Formats as for --input.",
-        ),
+    output = click.option(
+        "--output",
+        type=path(path_type=Path),
+        help="File to write, complete or not at all; by default standard output.",
     )
-
-
-def _text_options(command: F, source: Callable[[F], F], output: Callable[[F], F]) -> F:
-    command = _grouped(command, "run", TextRun.__dataclass_fields__, TextRun)
     batch_size = click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts in a batch.")
     texts = click.argument("texts", nargs=-1, metavar="[TEXT]...")
-    for add in (batch_size, loading_options, output, source, texts, click.argument("bundle", type=PATH)):
-        command = add(command)
-    return command
+
+    def add(command: F) -> F:
+        command = _grouped(command, "run", TextRun.__dataclass_fields__, TextRun)
+        for option in (batch_size, loading_options, output, source, texts, click.argument("bundle", type=PATH)):
+            command = option(command)
+        return command
+
+    return add

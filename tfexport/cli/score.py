@@ -1,4 +1,4 @@
-"""`tfexport score`, `align` and `embed`: texts in, numbers out."""
+"""Define the commands `score`, `align` and `embed`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tfexport.cli._lines import split_pairs
 from tfexport.cli.options import TextRun, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
 
@@ -30,18 +31,16 @@ def _opened(run: TextRun, count: int, label: str) -> Iterator[tuple[Model, Calla
 
 
 @click.command()
-@text_options
+@text_options()
 @click.option("--add-eos/--no-add-eos", default=True, help="Score the end token after each target too.")
 @json_option
 def score(run: TextRun, add_eos: bool, as_json: bool) -> None:
     """Print the log-probability of the target of each TEXT, given its source.
 
     It is the sum over the target's tokens. A TEXT is a source and a target with a tab between them, or a JSON object
-    with "input" and "text", such as tfexport generate --json writes. Without TEXT and --input it reads standard input,
-    one pair a line.
+    with "input" and "text", as tfexport generate --json writes it. Without TEXT and --input it reads standard input,
+    one pair per line.
     """
-    from tfexport.cli._lines import split_pairs
-
     sources, targets = split_pairs(inputs_of(run.texts, run.source))
     with _opened(run, len(sources), "scoring") as (model, write, call):
         scores = model.score(sources, targets, add_eos=add_eos, **call)
@@ -53,18 +52,14 @@ def score(run: TextRun, add_eos: bool, as_json: bool) -> None:
 
 
 @click.command()
-@text_options
+@text_options()
 @json_option
 def align(run: TextRun, as_json: bool) -> None:
     """Print the source token that each target token of each TEXT attends to.
 
-    Pairs such as 0-0 1-2 are positions in source and target, from 0. A TEXT is a source and a target with a tab between
-    them, or a JSON object with "input" and "text", such as tfexport generate --json writes. Without TEXT and --input it
-    reads standard input, one pair a line. With --json the tokens and all weights are written. The bundle must have been
-    exported with --alignment.
+    Pairs such as 0-0 1-2 are positions in source and target, from 0; --json prints the tokens and all weights. A TEXT
+    is as for tfexport score. The bundle must have been exported with --alignment.
     """
-    from tfexport.cli._lines import split_pairs
-
     sources, targets = split_pairs(inputs_of(run.texts, run.source))
     with _opened(run, len(sources), "aligning") as (model, write, call):
         found = model.align(sources, targets, **call)
@@ -77,11 +72,13 @@ def align(run: TextRun, as_json: bool) -> None:
 
 
 @click.command()
-@text_options
-@click.option("--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How tokens become one vector.")
+@text_options()
+@click.option(
+    "--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How to combine the vectors of the tokens."
+)
 @click.option("--normalize/--no-normalize", default=True, help="Scale every vector to length 1.")
 def embed(run: TextRun, pooling: Pooling, normalize: bool) -> None:
-    """Print the embedding of each TEXT, one JSON object a line."""
+    """Print the embedding of each TEXT, one JSON object per line."""
     inputs = inputs_of(run.texts, run.source)
     with _opened(run, len(inputs), "embedding") as (model, write, call):
         vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=call["batch_size"])

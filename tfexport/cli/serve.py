@@ -12,8 +12,6 @@ from tfexport.cli.options import config_of, config_options, loading_options
 from tfexport.errors import printable
 from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named_bundles
 
-_LEVELS = ["debug", "info", "warning", "error"]
-
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
@@ -22,7 +20,12 @@ _LEVELS = ["debug", "info", "warning", "error"]
 @config_options(ServingConfig, "slots", "encoder_budget", "max_waiting", "max_waiting_tokens", "max_num_beams")
 @config_options(HttpConfig, "max_timeout_s", "max_body_bytes", max_timeout_s="--timeout", max_body_bytes="--max-body")
 @config_options(HttpConfig, "completions", "translate", "ui")
-@click.option("--log-level", type=click.Choice(_LEVELS), default="info", help="Least that is logged to standard error.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="Lowest level of messages that are logged to standard error.",
+)
 @click.option("--access-log", is_flag=True, help="Log every request.")
 def serve(
     bundles: tuple[str, ...],

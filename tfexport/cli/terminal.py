@@ -11,20 +11,17 @@ from typing import Any
 
 import click
 
+from tfexport.cli._lines import read_lines, write_whole
 from tfexport.errors import printable
 
-# Length of a bar that shows a fraction.
-_STEPS = 1000
-# Go to the start of the line and clear it.
-_CLEAR = "\r\x1b[K"
+_STEPS = 1000  # of a bar that shows a fraction
+CLEAR_LINE = "\r\x1b[K"
 
 
 def inputs_of(texts: Sequence[str], source: Path | str | None) -> list[str]:
     """Return the texts of the arguments, of a file or of standard input."""
-    from tfexport.cli._lines import read_lines
-
     if texts and source:
-        raise click.UsageError("TEXT and --input were both given; choose one.")
+        raise click.UsageError("TEXT and --input are both given; leave one of them out.")
     if texts:
         return list(texts)
     if source is not None and str(source) != "-":
@@ -39,9 +36,7 @@ def inputs_of(texts: Sequence[str], source: Path | str | None) -> list[str]:
 
 @contextmanager
 def lines_to(output: Path | str | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes a line to standard output or, atomically, a file."""
-    from tfexport.cli._lines import write_whole
-
+    """Yield a function that writes a line to standard output or to a file."""
     if output is None:
         yield click.echo
     else:
@@ -61,7 +56,7 @@ def progress(length: int, batch_size: int, label: str = "generating") -> Iterato
 
 @contextmanager
 def stage_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, float], None]]]:
-    """Show lines, and on a terminal a bar for each stage below them."""
+    """Print lines and, on a terminal, a progress bar of each stage below them."""
     if not sys.stderr.isatty():
         yield report_line, lambda stage, done: None
         return
@@ -69,7 +64,7 @@ def stage_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, flo
         bars: dict[str, Any] = {}
 
         def report(line: str) -> None:
-            click.echo(_CLEAR if bars else "", nl=False, err=True)
+            click.echo(CLEAR_LINE if bars else "", nl=False, err=True)
             report_line(line)
 
         def on_progress(stage: str, done: float) -> None:

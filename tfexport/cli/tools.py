@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from tfexport.bench.config import BenchConfig
+from tfexport.cli._lines import write_whole
 from tfexport.cli.commands import EXIT_ERROR, EXIT_PARITY
 from tfexport.cli.options import (
     INPUT,
@@ -53,7 +54,7 @@ def verify(
     trusted_keys: tuple[Path, ...] | None,
     as_json: bool,
 ) -> None:
-    """Compare every stage of BUNDLE with PyTorch; exit with 2 when one differs."""
+    """Compare every stage of BUNDLE with PyTorch; exit with 2 if one differs."""
     from tfexport.verify import VerifyConfig, verify_bundle
 
     result = verify_bundle(
@@ -95,11 +96,10 @@ def bench(
     """
     settings = BenchConfig(**config, **loading | {"trusted_keys": tuple(map(str, loading["trusted_keys"] or ()))})
     if json_file and html_file and json_file.resolve() == html_file.resolve():
-        raise click.UsageError("--json and --html are the same file; choose two.")
+        raise click.UsageError("--json and --html are the same file; give two files.")
     texts = None if source is None else inputs_of((), source)
     from tfexport.bench.run import bench_bundle
     from tfexport.bench.show import check_page, lines, render
-    from tfexport.cli._lines import write_whole
 
     if html_file:
         check_page()
@@ -142,11 +142,11 @@ def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tup
 @click.argument("path", type=PATH)
 @trusted_keys_option
 @click.option(
-    "--untrusted", is_flag=True, help="Read it in a process with bounded memory and time that can write nothing."
+    "--untrusted", is_flag=True, help="Read it in a process with limited memory and time that cannot write files."
 )
 @json_option
 def inspect(path: Path, trusted_keys: tuple[Path, ...] | None, untrusted: bool, as_json: bool) -> None:
-    """Show what a bundle, a model directory or an .onnx file holds."""
+    """Describe a bundle, a model directory or an .onnx file."""
     from tfexport.describe import describe, inspect_path
     from tfexport.sandbox import inspect_untrusted
 

@@ -22,11 +22,11 @@ from tfexport.contract import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
-    KEPT,
     LOG_NORMALIZER,
     LOGITS,
     LOGITS_TO_KEEP,
     NUM_CANDIDATES,
+    ROWS_TO_KEEP,
 )
 from tfexport.errors import GraphError
 from tfexport.export._graph_file import load_graph
@@ -231,7 +231,7 @@ def keep_logits(model: ir.Model) -> None:
     logits = graph.outputs[0]
     assert logits.name == LOGITS
     assert logits.shape is not None
-    logits.shape = ir.Shape([KEPT, logits.shape[1]])
+    logits.shape = ir.Shape([ROWS_TO_KEEP, logits.shape[1]])
 
 
 def _ancestors(value: ir.Value) -> list[ir.Node]:

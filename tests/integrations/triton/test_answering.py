@@ -149,7 +149,7 @@ def test_ids_are_read_with_their_lengths_and_their_prefix() -> None:
         ({"text_input": texts(b"a" * 600), "prefix": texts(b"a" * 600)}, "", "the inputs are above the limit"),
         ({"text_input": texts(*[b"a"] * 65)}, "", "65 sources are given, the limit is 64"),
         ({"text_input": texts(b"a"), "top_p": np.array([np.nan])}, "", "input top_p has a value that is not finite"),
-        ({"text_input": texts(b"a")}, '{"top_p": NaN}', "the parameters are not JSON: NaN is no JSON number"),
+        ({"text_input": texts(b"a")}, '{"top_p": NaN}', "the parameters are not JSON: 'NaN' is not a finite number"),
         ({"text_input": texts(b"a")}, '{"topp": 1}', "unknown parameter 'topp'"),
         ({"text_input": texts(b"a")}, '{"suppress_tokens": "3,17"}', "suppress_tokens is not JSON"),
         ({"text_input": texts(b"a")}, '{"timeout_ms": "5"}', "timeout_ms is '5', expected a number"),

@@ -238,7 +238,7 @@ def test_invalid_requests_fail_with_one_line(client: Client, server: Triton, mod
         ([client.tensor("input_ids", [[5] * 65])], {}, "65"),
         ([client.tensor("input_ids", [[2**62]])], {}, "expected ids 0 to"),
         ([ids, client.tensor("input_lengths", [5])], {}, "input_lengths does not fit"),
-        ([text], {"top_p": math.inf}, "Infinity is no JSON number"),
+        ([text], {"top_p": math.inf}, "'Infinity' is not a finite number"),
         ([text], {"topp": 0.5}, "unknown parameter 'topp'"),
         ([text], {"num_beams": 9}, "num_beams is 9, the limit is 8"),
         ([text], {"temperature": 0.5}, "temperature is 0.5 but do_sample is false"),

@@ -132,7 +132,10 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [(b'"max_batch": 32', b'"max_batch": 64', "engine.json was changed"), (b": 16", b": NaN", "NaN is no JSON number")],
+    [
+        (b'"max_batch": 32', b'"max_batch": 64', "engine.json was changed"),
+        (b": 16", b": NaN", "'NaN' is not a finite number"),
+    ],
 )
 def test_changed_bytes_are_refused(bundle: Bundle, old: bytes, new: bytes, message: str) -> None:
     with pytest.raises(BundleError, match=message):
