@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from click.testing import CliRunner, Result
 
@@ -24,17 +25,14 @@ def ran(*arguments: object, code: int = 0) -> Result:
     return result
 
 
-def says_error(code: int, stdout: str, stderr: str, *messages: str) -> None:
-    """Expect exit code 1, no output and, after lines of progress, one short line of error with every message in it."""
-    *progress, error = stderr.splitlines()
-    assert (code, stdout) == (1, ""), stdout + stderr
-    assert all(PROGRESS.match(line) for line in progress), stderr
+def refuses(result: Result | CompletedProcess[str], *messages: str) -> None:
+    """Expect exit code 1, no output and, after lines of progress, one short error line with every message."""
+    *progress, error = result.stderr.splitlines()
+    code = result.returncode if isinstance(result, CompletedProcess) else result.exit_code
+    assert (code, result.stdout or "") == (1, ""), result
+    assert all(PROGRESS.match(line) for line in progress), result.stderr
     assert error.startswith("error: ")
     assert error.isprintable()
     assert len(error) < 2500
     for message in messages:
         assert message in error
-
-
-def refuses(result: Result, *messages: str) -> None:
-    says_error(result.exit_code, result.stdout, result.stderr, *messages)

@@ -6,7 +6,7 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ DATES = ROOT / "models" / "dates"
 Once = Callable[[str, Callable[[Path], object]], Path]
 OPTIONAL = ("hypothesis", "transformers", "fastapi", "uvicorn", "prometheus_client", "httpx")
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and their child processes with them.
+# A shell that runs the tests in the background makes them, and their child processes, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class SkipWithout(MetaPathFinder):
-    """Skips files of tests whose packages are not installed: a machine with a GPU may have pytest and little else."""
+    """Skip test files that need packages that are not installed, as on a GPU machine."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Raise pytest's skip; asked last, when nobody has found the package."""
         if name.partition(".")[0] in OPTIONAL:
             pytest.skip(f"{name} is not installed", allow_module_level=True)
 
@@ -35,12 +34,18 @@ sys.meta_path.append(SkipWithout())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests of the HTTP app ask a server that runs already; see `tests/serve/http/remote.py`."""
-    parser.addoption("--server", metavar="URL", help="server that tests/serve/http asks in place of its own")
+    """Let the tests of the HTTP app use a running server; see `tests/serve/http/remote.py`."""
+    parser.addoption("--server", metavar="URL", help="server that tests/serve/http uses instead of its own")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Use more workers than cores, because many tests wait for processes and deadlines."""
+    return min(4, (os.cpu_count() or 1) * 3 // 2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let what is marked slow take its time."""
+    """Give slow tests no time limit."""
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
             if "slow" in item.keywords:
@@ -48,16 +53,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread_per_worker() -> None:
-    """Keep torch to one thread: the models are tiny and the workers already fill the cores."""
+def _fast() -> Iterator[None]:
+    """Use one thread, because the workers fill the cores, and do not wait for the disk."""
     import torch
 
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """Return a function that makes a path once for all workers: once(name, make) calls make(path) if it is missing."""
+    """Return once(name, make), which calls make(path) once for all workers and returns the path."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
@@ -82,19 +90,19 @@ def exported(once: Once, name: str, source: str, **options: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def dates_bundle(once: Once) -> Path:
-    """Export models/dates in fp32; not to be changed."""
+    """Export models/dates in fp32; read-only, as all bundles below."""
     return exported(once, "dates", str(DATES))
 
 
 @pytest.fixture(scope="session")
 def dates_fp16(once: Once) -> Path:
-    """Export models/dates in fp16; not to be changed."""
+    """Export models/dates in fp16."""
     return exported(once, "dates-fp16", str(DATES), precision="fp16")
 
 
 @pytest.fixture(scope="session")
 def dates_aligned(once: Once) -> Path:
-    """Export models/dates with the last layer's attention as alignment, only for the CPU; not to be changed."""
+    """Export models/dates with alignment, only for the CPU."""
     from tfexport.contract import AlignmentHeads
 
     return exported(once, "dates-aligned", str(DATES), forms=("contrib",), alignment=AlignmentHeads(layer=-1))
@@ -102,13 +110,13 @@ def dates_aligned(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def random_bundle(once: Once) -> Path:
-    """Export the preset tiny, of random weights, which ends texts late, only for the CPU; not to be changed."""
+    """Export preset:tiny, whose random weights end texts late, only for the CPU."""
     return exported(once, "random", "preset:tiny", forms=("contrib",))
 
 
 @pytest.fixture(scope="session")
 def variant(once: Once) -> Callable[[str], Path]:
-    """Return a function that exports a variant of `tests/tiny.py`, see `variant_bundle`; not to be changed."""
+    """Return a function that exports a variant of `tests/tiny.py`."""
     from tests.runtime.exported import variant_bundle
 
     return lambda name: variant_bundle(name, once)
@@ -116,7 +124,7 @@ def variant(once: Once) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def meetings(once: Once) -> Path:
-    """Export the model of `tests/meetings.py` with its guided head as alignment; not to be changed."""
+    """Export the model of `tests/meetings.py` with its guided head as alignment."""
     from tests.meetings import HEAD, made, trained
 
     return once("meetings", lambda path: made(path, trained(), HEAD))
@@ -124,7 +132,7 @@ def meetings(once: Once) -> Path:
 
 @pytest.fixture
 def workplace(dates_bundle: Path, dates_aligned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand where a reader does who has run the first commands of the README, with some texts of their own."""
+    """Change to a directory with the results of the first commands of the README."""
     (tmp_path / "build").mkdir()
     bundles = {"dates": dates_bundle, "larger": dates_bundle, "aligned": dates_aligned}
     for name, bundle in bundles.items():

@@ -27,22 +27,20 @@ class DecodeConfig(Config, subject="decoding"):
     min_new_tokens: Annotated[Count, Help("Fewest tokens before the text may end.")] = 0
     min_length: Annotated[Count, Help("Like min-new-tokens, but includes start token and prefix.")] = 0
     num_beams: Annotated[int, Ge(1), Le(64), Help("Beams of beam search; 1 is greedy.")] = 1
-    length_penalty: Annotated[
-        float, Ge(-10), Le(10), Help("Exponent of a beam's length; above 0 favors long texts.")
-    ] = 1.0
+    length_penalty: Annotated[float, Ge(-10), Le(10), Help("Exponent of beam lengths; above 0 favors long texts.")] = (
+        1.0
+    )
     early_stopping: Annotated[
         bool | Literal["never"],
         Help("End the search at num-beams texts (true), or if better ones are unlikely (false) or impossible (never)."),
     ] = False
     no_repeat_ngram_size: Annotated[Count, Help("Never repeat a sequence of this many tokens; 0 allows it.")] = 0
     encoder_no_repeat_ngram_size: Annotated[Count, Help("Never copy this many tokens in a row from the source.")] = 0
-    repetition_penalty: Annotated[
-        float, Ge(0.01), Le(100), Help("Divide the score of tokens that the text already has.")
-    ] = 1.0
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100), Help("Divide the score of tokens in the text so far.")] = (
+        1.0
+    )
     do_sample: Annotated[bool, Help("Draw tokens at random instead of taking the best.")] = False
-    temperature: Annotated[
-        float, Ge(0.01), Le(100), Help("Flatten (above 1) or sharpen (below 1) the distribution.")
-    ] = 1.0
+    temperature: Annotated[float, Ge(0.01), Le(100), Help("Flatten (above 1) or sharpen the distribution.")] = 1.0
     top_k: Annotated[Count, Help("Draw from this many best tokens; 0 from all.")] = 50
     top_p: Annotated[float, Gt(0), Le(1), Help("Draw from the fewest best tokens with this total probability.")] = 1.0
     num_return_sequences: Annotated[int, Ge(1), Le(64), Help("Texts to return for each input, best first.")] = 1
@@ -51,19 +49,15 @@ class DecodeConfig(Config, subject="decoding"):
     forced_eos_token_id: Annotated[EndIds, Help("Id, or several, that a text at its limit ends with.")] = None
     suppress_tokens: Annotated[tuple[TokenId, ...], Help("Ids never to generate, such as 3,17.")] = ()
     bad_words_ids: Annotated[
-        tuple[tuple[TokenId, ...], ...], Help("Ids never to generate in a row, such as 3,17; give it again for more.")
+        tuple[tuple[TokenId, ...], ...], Help("Ids never in a row, such as 3,17; repeatable.")
     ] = ()
-    prefix_bias_beta: Annotated[
-        float, Ge(0), Lt(1), Help("Bias texts towards --prefix, most strongly near 1; 0 forces it.")
-    ] = 0.0
+    prefix_bias_beta: Annotated[float, Ge(0), Lt(1), Help("Bias texts towards --prefix, up to 1; 0 forces it.")] = 0.0
     eos_token_id: Annotated[EndIds, Help("Ids that end a text, such as 2,17; by default the model's own.")] = None
     decoder_start_token_id: Annotated[TokenId | None, Help("Id, or token, that the decoder reads first.")] = None
     max_time: Annotated[float | None, Gt(0), Help("Seconds per text, counted from when it joins the batch.")] = None
-    stop_strings: Annotated[str | tuple[str, ...], Help("String that ends a text; give it again for more.")] = ()
+    stop_strings: Annotated[str | tuple[str, ...], Help("String that ends a text; repeatable.")] = ()
     replace_unknowns: Annotated[bool, Help("Replace unknown tokens by those of the source; needs --alignment.")] = False
-    prompt_lookup_num_tokens: Annotated[
-        int | None, Ge(1), Help("Most tokens to draft in a step; needs --speculation.")
-    ] = None
+    prompt_lookup_num_tokens: Annotated[int | None, Ge(1), Help("Most tokens to draft; needs --speculation.")] = None
     seed: Annotated[Count, Help("Seed of sampling; the same seed draws the same texts.")] = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:

@@ -59,21 +59,7 @@ def test_what_generate_writes_can_be_aligned(dates_aligned: Path) -> None:
         assert weights.argmax(1).tolist() == row["source_positions"]
 
 
-def test_a_bundle_without_alignment_says_what_to_do(dates_bundle: Path) -> None:
-    for backend in ("ort", "eager"):
-        result = run("align", dates_bundle, f"{SOURCE}\t{TARGET}", "--backend", backend)
-        assert (result.exit_code, result.stdout) == (1, "")
-        assert result.stderr == (
-            "error: align: this bundle was exported without alignment; export it again with --alignment LAYER, "
-            "such as --alignment -1\n"
-        )
-
-
 def test_every_bad_line_is_named(dates_aligned: Path) -> None:
-    result = run("align", dates_aligned, stdin=b"no tab\na\tb\tc")
-    assert result.stderr.startswith(
-        "error: input: pair 1 has 0 tabs, expected source, one tab and target; pair 2 has 2"
-    )
     result = run("align", dates_aligned, stdin=f"\t2026\nle 3\t{'1' * 200}".encode())
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith(
@@ -84,11 +70,8 @@ def test_every_bad_line_is_named(dates_aligned: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("2", "alignment: layer is 2, but the decoder has 2; give 0 to 1, or -1 for the last"),
         ("-3:9", "alignment: layer is -3, but the decoder has 2; give 0 to 1, or -1 for the last; heads has 9, but a "),
-        ("1:0,0", "alignment: heads is 0, 0, expected numbers from 0, once each"),
         ("1:-1", "alignment: heads is -1, expected numbers from 0, once each"),
-        ("1:", "'1:' is not a layer and heads; write 1 for all heads of layer 1, or 1:0,2"),
         ("last", "'last' is not a layer and heads; write 1 for all heads of layer 1, or 1:0,2"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.command import TFEXPORT, refuses, run, says_error
+from tests.command import TFEXPORT, refuses, run
 from tests.conftest import DATES
 from tests.tiny import VARIANTS
 from tfexport.nn.directory import save_model
@@ -69,9 +69,6 @@ def huge(name: str) -> Damage:
     return apply
 
 
-# Only reading the values can tell; `inspect` reads the header alone.
-
-
 def header(shape: list[object], offsets: list[int]) -> Damage:
     raw = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
     return write(WEIGHTS, struct.pack("<Q", len(raw)) + raw + bytes(8))
@@ -82,8 +79,6 @@ MODELS: dict[str, tuple[Damage, list[str]]] = {
         top(colour="blue", norm="batch", d_model="32"),
         ["unknown key colour", "norm is 'batch'", "d_model is '32', expected a whole number"],
     ),
-    "4,000 digits": (top(d_model=int("9" * 4000)), ["d_model is 9999", "…, expected a whole number of 64 bits"]),
-    "a list of 100,000": (top(d_model=[1] * 100_000), ["d_model is [1, 1, ", "…, expected a whole number"]),
     "10,000 unknown keys": (config(lambda data: data.update(dict.fromkeys(map(str, range(10_000))))), ["9980 more"]),
     "control characters": (top(**{"a\nb\x1b[31m\u202e": 1}), [r"unknown key a\nb\x1b[31m\u202e"]),
     "deep": (write("config.json", b"[" * 200_000), ["config.json is not JSON", "save it again"]),
@@ -91,12 +86,9 @@ MODELS: dict[str, tuple[Damage, list[str]]] = {
     "config is a pipe": (fifo("config.json"), ["config.json", "is not a plain file"]),
     "config is a device": (link("config.json", "/dev/zero"), ["config.json", "is not a plain file"]),
     "weights are a pipe": (fifo(WEIGHTS), [WEIGHTS, "is not a plain file"]),
-    "weights lead in a circle": (link(WEIGHTS, WEIGHTS), ["is not a plain file"]),
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json", "is missing"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS, "is missing"]),
     "cut weights": (lambda folder: os.truncate(folder / WEIGHTS, 50_000), [WEIGHTS, "again"]),
-    "more than weights": (lambda folder: os.truncate(folder / WEIGHTS, 10**7), [WEIGHTS, "again"]),
-    "header of 2^63": (write(WEIGHTS, struct.pack("<Q", 2**63) + b"{}"), [WEIGHTS, "again"]),
     "header of 3 GB": (huge(WEIGHTS), [WEIGHTS, "again"]),
     "deep header": (write(WEIGHTS, struct.pack("<Q", 200_000) + b"[" * 200_000), [WEIGHTS, "again"]),
 }
@@ -178,10 +170,7 @@ def test_what_is_no_model(source: str, messages: list[str], model: Path, dates_b
             ["--max-source-length", "25", "--max-target-length", "99"],
             ["max_source_length is 25, above the model's position table of 24", "max_target_length is 99"],
         ),
-        (
-            ["--forms", "concat,concat"],
-            ["forms is concat, concat, expected concat, static, contrib, once each"],
-        ),
+        (["--forms", "concat,concat"], ["forms is concat, concat, expected concat, static, contrib, once each"]),
         (["--opset", "99"], ["99 is not in the range 18<=x<=20", "onnx --help."]),
         (["--precision", "fp8"], ["'fp8' is not one of 'fp32', 'fp16', 'bf16'"]),
         (["--max-source-length", "many"], ["'many' is not a valid integer"]),
@@ -204,28 +193,7 @@ def test_the_source_is_never_the_output(options: tuple[str, ...], model: Path) -
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("/dev/null", "is a file, expected a new directory"),
-        ("{tmp}/model/config.json/x", "cannot write bundle"),
-        ("{tmp}/" + "x" * 300, "File name too long"),
-        ("/proc/no/such", "cannot write bundle"),
-    ],
-)
-def test_outputs_that_cannot_be(output: str, message: str, model: Path, tmp_path: Path) -> None:
-    refuses(run("onnx", model, "--output", output.format(tmp=tmp_path)), message)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
 # ---- bundles
-
-
-def test_a_bundle_without_its_weights(dates_bundle: Path, tmp_path: Path) -> None:
-    bundle = Path(shutil.copytree(dates_bundle, tmp_path / "bundle"))
-    (bundle / "weights.safetensors").unlink()
-    for command in (["verify", bundle], ["generate", bundle, "x"], ["inspect", bundle]):
-        refuses(run(*command), "weights.safetensors is missing; copy it again from its source or export it again")
 
 
 @pytest.mark.parametrize("command", ["generate", "embed", "verify"])
@@ -271,13 +239,9 @@ def test_texts_from_a_pipe(raw: bytes, messages: list[str], dates_bundle: Path) 
             "--num-beams 2 --do-sample --temperature 0 --top-p 2 --seed -1 --max-new-tokens 3 --min-new-tokens 4",
             ["seed is -1", "temperature is 0.0", "top_p is 2.0", "do_sample with num_beams 2", "min_new_tokens is 4"],
         ),
-        ("--top-k 5", ["top_k is 5 but do_sample is false; set do_sample to true or leave top_k out"]),
-        ("--num-beams 1000000000", ["num_beams is 1000000000, expected 1 to 64"]),
         ("--max-new-tokens 99999999999999999999", ["expected a whole number of 64 bits"]),
         ("--max-new-tokens 17", ["decode: max_new_tokens is 17, above the limit of 16; lower max_new_tokens to 16"]),
         ("--min-new-tokens 17", ["decode: 17 new tokens are above the limit of 16; lower min_new_tokens"]),
-        ("--num-beams 2 --length-penalty 1e9", ["length_penalty is 1000000000.0, expected -10 to 10"]),
-        ("--do-sample --temperature 1e308", ["temperature is 1e+308, expected 0.01 to 100"]),
         ("--forced-bos-token-id 388", ["forced_bos_token_id has 388, expected below the vocabulary of 388"]),
         ("--num-beam 2", ["No such option", "generate --help."]),
         ("--batch-size 0", ["0 is not in the range x>=1"]),
@@ -302,8 +266,7 @@ def test_an_output_that_is_full(command: list[str], dates_bundle: Path) -> None:
     words = [TFEXPORT, *(word.format(bundle=dates_bundle) for word in command)]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
-    error = "standard output cannot be written: No space left on device; redirect it"
-    says_error(done.returncode, "", done.stderr, error)
+    refuses(done, "standard output cannot be written: No space left on device; redirect it")
 
 
 def test_standard_output_by_its_path_is_continued(dates_bundle: Path, tmp_path: Path) -> None:

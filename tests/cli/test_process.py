@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import TFEXPORT, run, says_error
+from tests.command import TFEXPORT, refuses, run
 from tfexport.bundle.bundle import open_bundle
 
 TINY = ("onnx", "preset:tiny", "--forms", "concat", "--max-source-length", "12", "--no-verify")
@@ -36,21 +36,14 @@ def copy(dates_bundle: Path, tmp_path: Path) -> Path:
 def test_standard_input_that_is_closed(dates_bundle: Path) -> None:
     for more in ((), ("--input", "-")):
         done = shell("generate", dates_bundle, *more, redirect="<&-")
-        says_error(
-            done.returncode,
-            done.stdout,
-            done.stderr,
-            "No text was given, and standard input is closed; add TEXT, or --input FILE.",
-        )
+        refuses(done, "No text was given, and standard input is closed; add TEXT, or --input FILE.")
     assert shell("generate", dates_bundle, "3. März 2026", redirect="<&-").stdout == "2026-03-03\n"
 
 
 @pytest.mark.parametrize("command", [("doctor",), ("--help",), (*TINY, "--output", "{}/out")])
 def test_standard_output_that_is_closed_is_known_before_the_work(command: tuple[str, ...], tmp_path: Path) -> None:
     done = shell(*(word.format(tmp_path) for word in command), redirect=">&-")
-    says_error(
-        done.returncode, done.stdout, done.stderr, "standard output is closed; redirect it, for example to /dev/null"
-    )
+    refuses(done, "standard output is closed; redirect it, for example to /dev/null")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,8 +89,8 @@ def test_a_signal_during_an_export(number: int, is_there: bool, code: int, said:
                 break
         process.send_signal(number)
         stdout, stderr = process.communicate()
-    told = f"{said}; {output} is {'unchanged' if is_there else 'not written'}"
-    assert (process.returncode, stdout, stderr.splitlines()[-1]) == (code, "", told)
+    expected = f"{said}; {output} is {'unchanged' if is_there else 'not written'}"
+    assert (process.returncode, stdout, stderr.splitlines()[-1]) == (code, "", expected)
     assert "Traceback" not in stderr
     assert open_bundle(copy) == before
     assert [path.name for path in copy.parent.iterdir()] == ["bundle"]
@@ -127,5 +120,5 @@ def test_a_folder_that_is_read_only(dates_bundle: Path, tmp_path: Path) -> None:
         done = shell("generate", dates_bundle, "x", "--output", tmp_path / "out", preexec_fn=without_privilege)
     finally:
         tmp_path.chmod(0o755)
-    says_error(done.returncode, done.stdout, done.stderr, "out: cannot be written (Permission denied); choose another")
+    refuses(done, "out: cannot be written (Permission denied); choose another")
     assert not list(tmp_path.iterdir())

@@ -1,18 +1,15 @@
-"""Requests to the server, in process: bodies, headers, query strings and paths."""
+"""HTTP requests with damaged bodies, headers, query strings and paths, to the app in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 
-from tests.fuzz.bundles import TEXTS
-from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
 from tfexport.errors import InputError
 from tfexport.serve.app import build_app
@@ -20,10 +17,10 @@ from tfexport.serve.config import HttpConfig, ServingConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.metrics import Metrics
 
-MAX_ERROR_BYTES = 6000
-_ANSWER_WITHIN_S = 30
+TEXTS = ["3 May 1999", "29 Ekim 1923"]
+MAX_ERROR_BYTES, TIMEOUT_S = 6000, 30
 _JSON = [["content-type", "application/json"]]
-# A request to each endpoint that takes a body, as it should be.
+# A valid request to each endpoint that takes a body.
 _BODIES: dict[str, Any] = {
     "/v2/models/m/generate": {
         "id": "1",
@@ -57,77 +54,58 @@ _PATHS = [
     *_BODIES,
     *("/", "/v2", "/v2/models/m", "/v2/models/m/stats", "/metrics", "/livez", "/readyz", "/openapi.json", "/v1/models"),
 ]
+_BYTES = st.characters(min_codepoint=0, max_codepoint=255)
+_HEADER_NAMES = (
+    "content-type content-length content-encoding transfer-encoding host accept authorization "
+    "inference-header-content-length x-request-id expect connection cookie"
+)
+_HEADER_VALUES = ["", "0", "5", "-1", "+2", "9" * 30, "application/json", "text/plain", "gzip", "chunked"]
 _HEADERS = st.lists(
     st.tuples(
-        st.sampled_from(
-            "content-type content-length content-encoding transfer-encoding host accept authorization "
-            "inference-header-content-length x-request-id expect connection cookie".split()
-        ),
-        st.one_of(
-            st.sampled_from(["", "0", "5", "-1", "+2", "9" * 30, "application/json", "text/plain", "gzip", "chunked"]),
-            st.text(st.characters(min_codepoint=0, max_codepoint=255), max_size=12),
-        ),
+        st.sampled_from(_HEADER_NAMES.split()), st.sampled_from(_HEADER_VALUES) | st.text(_BYTES, max_size=12)
     ).map(list),
     max_size=3,
-)  # fmt: skip
-_QUERIES = st.one_of(st.just(""), st.text(st.characters(min_codepoint=0, max_codepoint=255), max_size=20))
+)
 
 
-def _parts(path: str, body: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
-    """Draw the rest of a request, and write it as one JSON."""
-
-    def written(body: bytes, headers: list[list[str]], query: str, other: str, method: str, chunks: int) -> bytes:
-        request = {
-            "method": method,
-            "path": other or path,
-            "query": query,
-            "headers": [*_JSON, *headers],
-            "body": body.decode("latin-1"),
-            "chunks": chunks,
-        }
-        return json.dumps(request).encode()
-
-    rarely = st.integers(0, 15)
-    return st.builds(
-        written,
-        body,
-        rarely.flatmap(lambda n: st.just([]) if n < 10 else _HEADERS),
-        rarely.flatmap(lambda n: st.just("") if n < 12 else _QUERIES),
-        rarely.flatmap(lambda n: st.just("") if n < 14 else st.sampled_from(_PATHS) | _odd_path(path)),
-        rarely.flatmap(lambda n: st.just("POST") if n < 14 else st.sampled_from("GET PUT HEAD OPTIONS X".split())),
-        st.integers(1, 4),
+def requests() -> st.SearchStrategy[bytes]:
+    """Draw requests, written as JSON."""
+    return st.one_of(
+        _requests(path, mutated_json(body) | mutated(json.dumps(body).encode())) for path, body in _BODIES.items()
     )
 
 
-def _odd_path(path: str) -> st.SearchStrategy[str]:
+def _requests(path: str, body: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    def rarely(share: int, usual: Any, other: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.integers(1, 16).flatmap(lambda number: other if number <= share else st.just(usual))
+
     odd = st.text(st.characters(min_codepoint=1, max_codepoint=255), max_size=6) | st.sampled_from(
-        ["..", "%2e", "/", "//"]
+        "..,%2e,/,//".split(",")
     )
-    return st.tuples(st.integers(0, len(path)), odd).map(lambda one: "/" + path[: one[0]] + one[1] + path[one[0] :])
+    odd_path = st.builds(lambda at, text: path[:at] + text + path[at:], st.integers(1, len(path)), odd)
+    parts = st.fixed_dictionaries(
+        {
+            "method": rarely(2, "POST", st.sampled_from("GET PUT HEAD OPTIONS X".split())),
+            "path": rarely(2, path, st.sampled_from(_PATHS) | odd_path),
+            "query": rarely(4, "", st.text(_BYTES, max_size=20)),
+            "headers": rarely(6, [], _HEADERS).map(lambda headers: [*_JSON, *headers]),
+            "body": body.map(lambda raw: raw.decode("latin-1")),
+            "chunks": st.integers(1, 4),
+        }
+    )
+    return parts.map(lambda request: json.dumps(request).encode())
 
 
-def kind(folder: Path, scratch: Path) -> Kind:
-    """Return the kind of requests; the app runs for as long as the process does."""
-    app = _Running(folder / "bundle")
-    whole = [
-        _parts(path, mutated_json(document) | mutated(json.dumps(document).encode()))
-        for path, document in _BODIES.items()
-    ]
-    return Kind(st.one_of(*whole), app.use, 0, close=app.close)
-
-
-class _Running:
-    """An app on an event loop of its own thread."""
+class App:
+    """An app and its engine; requests run on one event loop."""
 
     def __init__(self, bundle: Path) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._app: Starlette = self._run(self._start(bundle))
+        self._runner = asyncio.Runner()
+        self._app: Starlette = self._runner.run(self._start(bundle))
 
     def use(self, raw: bytes) -> int:
-        """Send a request; what is refused is an error here too."""
-        status, body = self._run(self._ask(json.loads(raw)))
+        """Send a request; raise InputError if it is refused."""
+        status, body = self._runner.run(asyncio.wait_for(self._ask(json.loads(raw)), TIMEOUT_S))
         assert 200 <= status < 300 or 400 <= status < 500 or status in (503, 504), (status, body[:500])
         assert b"Traceback" not in body
         if status >= 400:
@@ -136,14 +114,9 @@ class _Running:
         return 0
 
     def close(self) -> None:
-        """End the engine and its event loop."""
-        self._run(self._engine.drain(0))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, what: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result(_ANSWER_WITHIN_S)
+        """Stop the engine and close the event loop."""
+        self._runner.run(self._engine.drain(0))
+        self._runner.close()
 
     async def _start(self, bundle: Path) -> Starlette:
         metrics = Metrics()
@@ -176,7 +149,7 @@ class _Running:
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
         }
-        status, said = 0, b""
+        status, answer = 0, b""
         silent = asyncio.Event()
 
         async def receive() -> Any:
@@ -186,9 +159,9 @@ class _Running:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            nonlocal status, said
+            nonlocal status, answer
             status = message.get("status", status)
-            said += message.get("body", b"")
+            answer += message.get("body", b"")
 
         await self._app(scope, receive, send)
-        return status, said
+        return status, answer

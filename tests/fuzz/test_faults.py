@@ -1,4 +1,4 @@
-"""Every call of the file system fails once, is the last before kill -9, or is where SIGTERM or Ctrl-C comes."""
+"""A writer that fails, is killed or is interrupted at any file system call leaves the old target or the new one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tensorrt.artifact import stored
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A bundle with an engine and kernels, a model directory, a checkpoint, and files of somebody else."""
+    """A bundle with an engine and kernels, a model directory, a checkpoint, and other files."""
     from safetensors.torch import save_file
 
     from tests import tiny
@@ -26,9 +26,9 @@ def home(tmp_path: Path) -> Path:
 
     home = tmp_path.resolve() / "home"
     bundle = make(home / "out" / "bundle")
-    kept = stored.store(bundle, stored.manifest(bundle)) / "kernels" / "here"
-    kept.mkdir(parents=True)
-    (kept / "kernels.json").write_text("{}")
+    kernels = stored.store(bundle, stored.manifest(bundle)) / "kernels" / "here"
+    kernels.mkdir(parents=True)
+    (kernels / "kernels.json").write_text("{}")
     save_model(tiny.model(tiny.VARIANTS["post"]).float(), home / "out" / "model")
     save_file(state(), home / "weights")
     (home / "identity.yaml").write_text(render_layout(IDENTITY))
@@ -37,9 +37,9 @@ def home(tmp_path: Path) -> Path:
     return home
 
 
-def faults(home: Path, command: str, *actions: str) -> int:
-    """Try all places in a process of its own; return the number of calls."""
-    words = [sys.executable, "-m", "tests.fuzz.faults", command, str(home), *actions]
+def faults(home: Path, command: str, step: int, *actions: str) -> int:
+    """Try the calls in a process of its own; return their number."""
+    words = [sys.executable, "-m", "tests.fuzz.faults", command, str(home), str(step), *actions]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -48,10 +48,11 @@ def faults(home: Path, command: str, *actions: str) -> int:
 
 
 def test_a_bundle_is_the_old_or_the_new_one(home: Path) -> None:
-    assert faults(home, "bundle", "EIO", "SIGKILL", "SIGINT") > 50
+    assert faults(home, "bundle", 2, "EIO", "SIGKILL", "SIGINT") > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["EIO", "ENOSPC", "EACCES", "SIGKILL", "SIGTERM", "SIGINT"])
-def test_a_model_directory_is_the_old_or_the_new_one(action: str, home: Path) -> None:
-    assert faults(home, "import", action) > 30
+@pytest.mark.parametrize("command", ["bundle", "import"])
+def test_the_target_is_the_old_or_the_new_one(command: str, action: str, home: Path) -> None:
+    assert faults(home, command, 1, action) > 30

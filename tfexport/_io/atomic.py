@@ -20,7 +20,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -162,31 +162,20 @@ def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
         for name in names:
             _sync(Path(folder, name))
         _sync(Path(folder))
-    with interrupts_held():
-        former = _sibling(target, "old") if os.path.lexists(target) else None
-        _swap(path, target, former, check)
+    with interrupts_held(), ExitStack() as undo:
+        former = None
+        if os.path.lexists(target):
+            former = target.rename(_sibling(target, "old"))
+            undo.callback(former.rename, target)
+            check(former)
+        path.rename(target)
+        undo.callback(target.rename, path)
+        _sync(target.parent)
+        undo.pop_all()
         if former:
             with suppress(OSError):  # the next writer deletes it
                 # Renamed first, because a directory named "old" must always be complete.
                 _remove(former.rename(_sibling(target, "tmp")))
-
-
-def _swap(path: Path, target: Path, former: Path | None, check: Callable[[Path], object]) -> None:
-    if former:
-        target.rename(former)
-    is_moved = False
-    try:
-        if former:
-            check(former)
-        path.rename(target)
-        is_moved = True
-        _sync(target.parent)
-    except BaseException:
-        if is_moved:
-            target.rename(path)
-        if former:
-            former.rename(target)
-        raise
 
 
 def _remove(folder: Path, *, ignore_errors: bool = False) -> None:

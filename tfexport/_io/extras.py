@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 _EXTRAS = {
-    "torch": "export",
-    "onnx": "export",
-    "onnx_ir": "export",
-    "onnxscript": "export",
-    "safetensors": "export",
-    "yaml": "export",
-    "onnxruntime": "cpu",
-    "tensorrt": "trt",
-    "tensorrt_rtx": "rtx",
-    "fastapi": "serve",
-    "httptools": "serve",
-    "pydantic": "serve",
-    "starlette": "serve",
-    "uvicorn": "serve",
-    "prometheus_client": "serve",
-    "ray": "ray",
-    "cryptography": "sign",
-    "pyarrow": "bulk",
-    "transformers": "hf",
-    "httpx": "bench",
-    "jinja2": "bench",
-    "matplotlib": "bench",
+    module: extra
+    for extra, modules in {
+        "export": "torch onnx onnx_ir onnxscript safetensors yaml",
+        "cpu": "onnxruntime",
+        "trt": "tensorrt",
+        "rtx": "tensorrt_rtx",
+        "serve": "fastapi httptools pydantic starlette uvicorn prometheus_client",
+        "ray": "ray",
+        "sign": "cryptography",
+        "bulk": "pyarrow",
+        "hf": "transformers",
+        "bench": "httpx jinja2 matplotlib",
+    }.items()
+    for module in modules.split()
 }
 # Modules that no extra installs.
 _PACKAGES = {

@@ -7,17 +7,14 @@ from pathlib import Path
 
 from tfexport.errors import ConfigError, shortened
 
-# Model directories and Hugging Face checkpoints.
+# Model directories.
 CONFIG = "config.json"
 MODEL_WEIGHTS = "model.safetensors"
-# Model directories and bundles.
-TOKENIZER = "tokenizer.json"
+TOKENIZER = "tokenizer.json"  # also in bundles, as the next two
 GENERATION = "generation.json"
 TARGET_TOKENIZER = "target_tokenizer.json"
-# Model directories; bundles store it in the manifest.
 TEXT = "text.json"
-# Imported model directories.
-CERTIFICATE = "certificate.json"
+CERTIFICATE = "certificate.json"  # of an import, as the next one
 LAYOUT = "layout.yaml"
 # Bundles; the names of the weight files are in `tfexport.contract`.
 MANIFEST = "manifest.json"

@@ -66,13 +66,8 @@ def file_problems(
 ) -> list[str]:
     """List files that are missing, changed, not in the manifest or not plain files.
 
-    Args:
-        folder: the directory.
-        files: entries of the manifest.
-        manifest: name of the manifest; it and its signature need no entry.
-        unread: files of which only the size is compared.
-        optional: files that may exist without an entry.
-        without: subdirectory to skip.
+    The manifest, its signature and `optional` files need no entry. Only the size of `unread` files is compared. The
+    subdirectory `without` is skipped.
     """
     signature = manifest + SIGNATURE_SUFFIX
     problems = []
@@ -151,8 +146,8 @@ def written(
     Args:
         target: without symbolic links; missing parents are created.
         what: name of the target in errors.
-        check: raises if the existing target may not be replaced. It is called with the target's path before the block
-            runs, and again with the path to which the target was moved, just before it is deleted.
+        check: raises if an existing target may not be replaced. It is called with the target before the block runs, and
+            with the path to which the target was moved, just before it is deleted.
         remedy: for errors other than a full disk.
     """
     with ExitStack() as stack:

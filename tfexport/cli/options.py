@@ -140,7 +140,8 @@ def loading_options(command: F) -> F:
 def config_options(config: type[Config], *fields: str, **changes: str | dict[str, Any]) -> Callable[[F], F]:
     """Return a decorator that adds options for fields of a configuration.
 
-    Without `fields` it adds all that have a help text. `changes` gives for a field the name of its option, or arguments of `click.option` that replace the field's.
+    Without `fields` it adds all that have a help text. `changes` has, for a field, the name of its option, or arguments
+    of `click.option` that replace the field's.
     """
 
     def add(command: F) -> F:
