@@ -1,12 +1,10 @@
-"""A model that learnt to say who meets whom, names that no vocabulary has included; trained in seconds."""
+"""A model that translates who meets whom, with names outside of the vocabulary."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import tokenizers
 import torch
-from tokenizers import models, pre_tokenizers, processors
 from torch.nn import functional as F
 
 from tests import tiny
@@ -28,16 +26,7 @@ TEXTS = ["Zoë meets Ben on Friday", "Ada meets Xi on Monday", "Ólafur meets Nk
 SAID = ["Friday : Zoë and Ben", "Monday : Ada and Xi", "Tuesday : Ólafur and Nkechi"]
 
 
-def tokenizer() -> tokenizers.Tokenizer:
-    inner = tokenizers.Tokenizer(models.WordLevel(ID, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
-    inner.add_special_tokens(["<pad>", "<s>", "</s>", "<unk>"])
-    return inner
-
-
 def trained() -> Transformer:
-    """Learn to say who meets whom, with names that are often unknown."""
     torch.manual_seed(0)
     config = tiny.config(
         encoder={"layers": 1},
@@ -58,7 +47,7 @@ def trained() -> Transformer:
         target = torch.stack((word["<s>"], day, word[":"], one, word["and"], two, word["</s>"]), 1)
         mask, read = torch.ones_like(source, dtype=torch.bool), target[:, :-1]
         loss = F.cross_entropy(model(source, mask, read).flatten(0, 1), target[:, 1:].flatten())
-        # Guided alignment: one head is told where day and names stand.
+        # Guided alignment: train one head to attend to day and names.
         weights = align(model, HEAD, source, mask, read)
         loss = loss - weights[:, (0, 2, 4), (4, 0, 2)].log().mean()
         optimizer.zero_grad()
@@ -71,5 +60,5 @@ def trained() -> Transformer:
 def made(path: Path, model: Transformer, alignment: AlignmentHeads | None, form: Form = "contrib") -> None:
     folder = path.with_name(f"{path.name}-model")
     save_model(model, folder)
-    tokenizer().save(str(folder / TOKENIZER))
+    tiny.word_tokenizer(WORDS, eos=True).save(str(folder / TOKENIZER))
     export_bundle(str(folder), path, ExportConfig(forms=(form,), alignment=alignment), verify=False)

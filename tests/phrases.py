@@ -1,13 +1,11 @@
-"""A model that says phrases: what follows a token depends on that token alone, whatever the source says."""
+"""A model of phrases: each token depends only on the token before it."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
 
-import tokenizers
 import torch
-from tokenizers import models, pre_tokenizers
 from torch.nn import functional as F
 
 from tests import tiny
@@ -19,7 +17,7 @@ from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
 
 PAD, START, EOS, UNK = range(4)
-# One phrase that goes round without an end, and one that ends.
+# A phrase that repeats without end, and one that ends.
 ROUND = "once more we go round and come along where it was before".split()
 ENDS = "this one says its few words".split()
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *ROUND, *ENDS, "other"]
@@ -28,18 +26,17 @@ MAX_LENGTH = 150
 
 
 def ids(words: list[str] | str) -> list[int]:
-    """Return the ids of words."""
     return [ID[word] for word in (words.split() if isinstance(words, str) else words)]
 
 
 def followers() -> dict[int, int]:
-    """Say what follows each token."""
+    """Map each token to the next one."""
     goes_round, ends = ids([*ROUND, ROUND[0]]), [*ids(ENDS), EOS]
     return {START: goes_round[0], **dict(pairwise(goes_round)), **dict(pairwise(ends))}
 
 
 def model() -> Transformer:
-    """Make the model: no layer adds anything to the embedding, and the projection knows what follows it."""
+    """No layer adds anything to the embedding, and the projection maps it to the next token."""
     torch.manual_seed(0)
     made = Transformer(
         tiny.config(
@@ -58,7 +55,7 @@ def model() -> Transformer:
         for name, parameter in made.dec.named_parameters():
             if ".o." in name or ".fc2." in name:
                 parameter.zero_()
-        # Biases that are equal in all layers are made one by the exporter, and have to stay those of each.
+        # The exporter must not merge biases that are equal in all layers.
         first, second = (dict(layer.named_parameters()) for layer in made.dec.layers)
         for name, parameter in second.items():
             if name.endswith(".bias"):
@@ -72,11 +69,8 @@ def model() -> Transformer:
 
 
 def made(path: Path) -> None:
-    """Export it with speculation, for the CPU alone; its model directory, NAME-model, lies beside it."""
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(ID, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(WORDS[:4])
+    """Export it with speculation, only for the CPU; its model directory is NAME-model."""
     directory, file = path.with_name(f"{path.name}-model"), path.with_name(f"{path.name}-{TOKENIZER}")
-    tokenizer.save(str(file))
+    tiny.word_tokenizer(WORDS).save(str(file))
     save_model(model(), directory, file)
     export_bundle(str(directory), path, ExportConfig(forms=("contrib",), speculation=True))

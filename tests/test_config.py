@@ -72,16 +72,12 @@ def test_every_problem_is_said_at_once_with_its_place() -> None:
         ({"first": {"size": True}}, "first.size is True, expected a whole number"),
         ({"first": {"size": 1.0}}, "first.size is 1.0, expected a whole number"),
         ({"first": None}, "first is None, expected an object"),
-        ({"first": []}, "first is [], expected an object"),
         ({"share": float("nan")}, "share is nan, expected a finite number"),
-        ({"share": float("inf")}, "share is inf, expected a finite number"),
         ({"share": 10**400}, "expected a finite number"),
         ({"share": "0.5"}, "share is '0.5', expected a number"),
-        ({"share": None}, "share is None, expected a number"),
         ({"mode": "ever"}, "mode is 'ever', expected 'never' or true or false"),
         ({"mode": 1}, "mode is 1, expected 'never' or true or false"),
         ({"words": "ab"}, "words is 'ab', expected a list of a text"),
-        ({"second": False}, "second is False, expected an object"),
     ],
 )
 def test_nothing_is_taken_for_something_else(change: dict[str, Any], problem: str) -> None:

@@ -1,9 +1,15 @@
-"""README and docs tell the truth: their programs run, their commands parse, their tables say what the code says."""
+"""README and docs are right: programs and commands run and print what is shown, links work.
+
+A Python program and the `tfexport` commands of a terminal (`$ …`) run here. A comment precedes any other block:
+`<!-- runs: FILE::TEST -->` names the test that runs it, and `<!-- needs: THING -->` one of NEEDS that CI lacks. A block
+that is not code is of language `text`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import warnings
@@ -17,6 +23,7 @@ from click.testing import CliRunner
 
 from tests.conftest import DATES, ROOT
 from tfexport.cli import main
+from tfexport.generation import GenerationDefaults
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("[egr]*/*.md"))]
 OTHERS = [
@@ -28,7 +35,7 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
 class Block(NamedTuple):
-    """A fenced block; the text block right behind it: what it prints; the mark above it: needs or runs, and what."""
+    """A fenced block, the output shown right after it, and the mark above it."""
 
     name: str
     language: str
@@ -50,14 +57,14 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 def sessions(block: Block) -> Iterator[tuple[str, str]]:
-    """Yield each command of a terminal on one line, and what it prints."""
+    """Yield each command of a terminal on one line, and its output."""
     for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, _, shown = session.replace("\\\n", " ").partition("\n")
         yield command, shown
 
 
 def table(path: Path, header: str) -> list[list[str]]:
-    """Return the rows of the one table whose first column has this header."""
+    """Return the rows of the table whose first column has this header."""
     lines = path.read_text(encoding="utf-8").splitlines()
     (start,) = (i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
     found = []
@@ -84,6 +91,16 @@ COMMANDS = [
 INLINE = [
     (path.name, text) for path in DOCS for text in re.findall(r"`(tfexport [^`\n]+)`", path.read_text(encoding="utf-8"))
 ]
+ALL = [*EVERY, *(block for path in OTHERS for block in blocks(path))]
+NEEDS = (
+    "a GPU, a bucket, a package index, a reverse proxy, a container engine, a Ray cluster, namespaces of its own, "
+    "weights of yours, measurements of yours, published weights, other systems, onnxruntime-web, fairseq, OpenNMT-py, "
+    "JoeyNMT"
+).split(", ")
+LONG = {"onnx", "verify", "bench"}  # these take seconds to minutes
+CODE = re.compile(r"^(\$ |tfexport |pip |python |curl |import |from \w+ import )", re.MULTILINE)
+TERMINALS = [block for block in EVERY if block.language in ("", "console") and not block.mark]
+FIRST = ("README.md", "alignment.md", "quantization.md")  # these make the bundles that the others use
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=[block.name for block in PROGRAMS])
@@ -97,7 +114,7 @@ def test_every_program_runs_and_prints_what_it_says(block: Block, workplace: Pat
 
 
 def same(left: str, right: str) -> bool:
-    """Say whether two texts are equal but for the last digits of numbers."""
+    """Return whether texts are equal except for the last digits of numbers."""
     if NUMBER.split(left) != NUMBER.split(right):
         return False
     pairs = zip(NUMBER.findall(left), NUMBER.findall(right), strict=True)
@@ -170,3 +187,75 @@ def test_every_point_names_tests_that_there_are(row: list[str]) -> None:
     assert named
     for file, name in named:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
+# ---- blocks
+
+
+@pytest.mark.parametrize("block", ALL, ids=[block.name for block in ALL])
+def test_every_block_runs_or_says_why_it_does_not(block: Block) -> None:
+    if block.mark:
+        kind, what = block.mark
+        if kind == "needs":
+            assert what in NEEDS
+        else:
+            file, name = what.split("::")
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
+    elif block.language == "text":
+        assert not CODE.search(block.text), "name the language of code, and what it needs"
+    elif block.language == "python":
+        assert block in PROGRAMS or block.name.startswith("README.md:")
+    else:
+        commands = [shlex.split(line) for line, _ in sessions(block)]
+        assert block in TERMINALS, "no test runs this block: mark it"
+        assert commands
+        assert block.text.startswith("$ ")
+        assert all(words[0] == "tfexport" and words[1] in {*main.commands} - {"serve", "trt"} for words in commands)
+
+
+def test_every_fence_is_seen() -> None:
+    for path in [*DOCS, *OTHERS]:
+        fences = re.findall(r"^\s*(?:```|~~~)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * len(list(blocks(path))), path
+
+
+def run(words: list[str], shown: str) -> None:
+    result = CliRunner().invoke(main, words[1:])
+    assert result.exit_code == 0, result.stderr
+    if shown:
+        lines, expected = result.stdout.splitlines(), shown.splitlines()
+        if "…" in expected:  # some lines are left out
+            assert all(any(same(line, one) for one in lines) for line in expected if line != "…")
+        else:
+            assert same(result.stdout, shown), f"{shlex.join(words)} prints:\n{result.stdout}"
+
+
+@pytest.mark.parametrize("name", sorted({block.name.partition(":")[0] for block in TERMINALS}))
+def test_a_terminal_prints_what_is_shown(name: str, workplace: Path) -> None:
+    """Run the fast commands of a page from top to bottom."""
+    for block in TERMINALS:
+        if block.name.startswith(f"{name}:"):
+            for line, shown in sessions(block):
+                words = shlex.split(line)
+                if words[1] not in LONG and not any("int4" in word for word in words):
+                    run(words, shown)
+
+
+@pytest.mark.slow
+def test_all_terminals_print_what_is_shown(workplace: Path) -> None:
+    """Run all commands of all pages in one directory; exports replace the prepared bundles."""
+    for block in sorted(TERMINALS, key=lambda block: not block.name.startswith(FIRST)):
+        for line, shown in sessions(block):
+            words = shlex.split(line)
+            if words[1] == "onnx":
+                made = Path(words[words.index("--output") + 1])
+                if made.is_symlink():
+                    made.unlink()
+            print(shlex.join(words), flush=True)
+            run(words, shown)
+
+
+def test_the_defaults_that_are_shown_are_read() -> None:
+    (block,) = (block for block in EVERY if block.language == "json" and block.name.startswith("generation.md"))
+    shown = json.loads(block.text)
+    assert GenerationDefaults.from_dict(shown).given().keys() == shown.keys()

@@ -1,4 +1,4 @@
-"""What `doctor` finds: in this environment, and in environments broken on purpose."""
+"""`doctor` in this environment, and in environments broken on purpose."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from tfexport.doctor import Backend, Diagnosis, diagnose
 from tfexport.runtime import probes, registry
 from tfexport.runtime.probes import ADD_MODEL
 
+SLOW = "raise ImportError"  # instead of an import that takes seconds
+
 
 def test_the_probe_model_is_valid_and_adds() -> None:
     onnx.checker.check_model(onnx.load_from_string(ADD_MODEL), full_check=True)
@@ -31,7 +33,7 @@ def test_the_probe_model_is_valid_and_adds() -> None:
 
 @pytest.fixture(scope="module")
 def here() -> Diagnosis:
-    """What is found in this environment: each library is tried in a process of its own, which takes seconds."""
+    """Diagnose this environment, which takes seconds."""
     return diagnose()
 
 
@@ -51,8 +53,10 @@ def test_a_missing_library_comes_with_the_line_that_installs_it(here: Diagnosis)
     assert line.split(maxsplit=1)[1] == "not installed    pip install 'tfexport[trt]'"
 
 
-def in_environment(folder: Path) -> dict[str, Any]:
-    """Diagnose in a process that finds the modules of `folder` before all others."""
+def in_environment(folder: Path, **modules: str) -> dict[str, Any]:
+    """Diagnose in a process that finds `modules`, and all in `folder`, before all others."""
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source)
     code = "import json; from tfexport.doctor import diagnose; print(json.dumps(diagnose().to_dict()))"
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -69,9 +73,8 @@ def test_two_distributions_of_onnxruntime_are_found(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.0\n")
     (info / "top_level.txt").write_text("onnxruntime\n")
-    (tmp_path / "torch.py").write_text("raise ImportError")  # the real one takes seconds
     (info / "RECORD").write_text("onnxruntime/__init__.py,,\n")
-    found = in_environment(tmp_path)
+    found = in_environment(tmp_path, torch=SLOW)
     assert "onnxruntime and onnxruntime-gpu are installed together" in whats(found)
     assert "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'tfexport[cpu]'" in whats(found)
     # It is also older than what tfexport asks for.
@@ -81,8 +84,7 @@ def test_two_distributions_of_onnxruntime_are_found(tmp_path: Path) -> None:
 def test_a_module_without_its_native_library_is_found(tmp_path: Path) -> None:
     (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
     (tmp_path / "onnxruntime" / "__init__.py").touch()
-    (tmp_path / "torch.py").write_text("raise ImportError")  # the real one takes seconds
-    found = in_environment(tmp_path)
+    found = in_environment(tmp_path, torch=SLOW)
     ort = next(backend for backend in found["backends"] if backend["name"] == "ort")
     assert ort["problem"] == "onnxruntime can be imported, but its native library is missing; install it again"
     repair = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install --force-reinstall 'tfexport[cpu]'"
@@ -90,10 +92,9 @@ def test_a_module_without_its_native_library_is_found(tmp_path: Path) -> None:
 
 
 def test_a_library_that_fails_or_crashes_is_told_and_nothing_works(tmp_path: Path) -> None:
-    (tmp_path / "onnxruntime.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
-    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 11)")
     (tmp_path / "tensorrt").mkdir()
-    found = in_environment(tmp_path)
+    broken = {"onnxruntime": "raise ImportError('libcudart.so.13: cannot open')"}
+    found = in_environment(tmp_path, torch="import os; os.kill(os.getpid(), 11)", **broken)
     problems = {backend["library"]: backend["problem"] for backend in found["backends"]}
     assert problems["onnxruntime"] == "ImportError: libcudart.so.13: cannot open"
     assert problems["torch"] == "crashed with signal 11"
@@ -104,9 +105,7 @@ def test_a_library_that_fails_or_crashes_is_told_and_nothing_works(tmp_path: Pat
 
 def test_a_provider_that_falls_back_counts_as_broken(tmp_path: Path) -> None:
     """ONNX Runtime takes the CPU without an error where CUDA does not load."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    (tmp_path / "onnxruntime.py").write_text(
-        """
+    fallback = """
 import numpy
 set_default_logger_severity = lambda level: None
 get_available_providers = lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -115,10 +114,10 @@ class InferenceSession:
     def get_providers(self): return ["CPUExecutionProvider"]
     def run(self, names, feeds): return [feeds["x"] * 2]
 """
-    )
-    backends = {(b["name"], b["device"]): b["problem"] for b in in_environment(tmp_path)["backends"]}
+    found = in_environment(tmp_path, torch=SLOW, onnxruntime=fallback)
+    backends = {(b["name"], b["device"]): b["problem"] for b in found["backends"]}
     assert backends["ort", "cpu"] == ""
-    # Without a driver the look before the session says so, with one the look behind it.
+    # Without a driver the check before the session fails, with one the check after it.
     assert re.match(
         r"asked for CUDAExecutionProvider, got \['CPUExecutionProvider'\]|ort: no NVIDIA driver|ort: the NVIDIA driver",
         backends["ort", "cuda"],

@@ -15,19 +15,9 @@ import pytest
 import tfexport
 from tests.conftest import ROOT
 
-HEAVY = {
-    "click",
-    "cryptography",
-    "numpy",
-    "onnx",
-    "onnx_ir",
-    "onnxruntime",
-    "onnxscript",
-    "safetensors",
-    "tensorrt",
-    "tokenizers",
-    "torch",
-}
+HEAVY = set(
+    "click cryptography numpy onnx onnx_ir onnxruntime onnxscript safetensors tensorrt tokenizers torch".split()
+)
 
 
 def test_every_library_has_a_fence() -> None:

@@ -1,8 +1,4 @@
-"""Whole error messages as users see them, so that rewording is one edit.
-
-Write them anew with `UPDATE_MESSAGES=1 pytest tests/test_messages.py`. Everywhere else tests look at an error's class,
-subject, problems and remedy.
-"""
+"""Whole error messages as users see them; `UPDATE_MESSAGES=1 pytest tests/test_messages.py` renews them."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,6 @@ SNAPSHOT = Path(__file__).parent / "data" / "messages.json"
 
 
 def bundles(tmp: Path) -> dict[str, Callable[[], object]]:
-    """What is wrong with a bundle, a path or a key."""
     whole = make(tmp / "bundle").path
 
     def changed(name: str, change: Callable[[Path], object]) -> Callable[[], object]:
@@ -41,11 +37,17 @@ def bundles(tmp: Path) -> dict[str, Callable[[], object]]:
         change(copy)
         return lambda: open_bundle(copy)
 
+    def stating(name: str, **values: object) -> Callable[[], object]:
+        return changed(name, lambda folder: edit(folder, lambda data: data.update(values)))
+
     def several(folder: Path) -> None:
         (folder / "encoder.onnx").unlink()
         (folder / "parity.json").write_bytes(b"[]")
         (folder / "notes.txt").write_text("mine")
 
+    shutil.copytree(whole, tmp / "engines")
+    (tmp / "engines" / "engines").mkdir()
+    (tmp / "engines" / "engines" / "notes.txt").write_text("mine")
     (tmp / "file").write_text("x")
     (tmp / "home").mkdir()
     (tmp / "home" / "thesis.tex").write_text("x")
@@ -54,12 +56,10 @@ def bundles(tmp: Path) -> dict[str, Callable[[], object]]:
         "bundle is a file": lambda: open_bundle(tmp / "file"),
         "bundle is a model directory": lambda: open_bundle(DATES),
         "bundle is damaged": changed("damaged", several),
-        "bundle is newer": changed("newer", lambda folder: edit(folder, lambda data: data.update(format_version=9))),
-        "bundle contradicts itself": changed(
-            "odd", lambda folder: edit(folder, lambda data: data.update(kind="encoder"))
-        ),
-        "bundle has unknown keys": changed("keys", lambda folder: edit(folder, lambda data: data.update(wings=2))),
-        "bundle has unsealed engines": lambda: tfexport.load(_with_notes(Path(shutil.copytree(whole, tmp / "eng")))),
+        "bundle is newer": stating("newer", format_version=9),
+        "bundle contradicts itself": stating("odd", kind="encoder"),
+        "bundle has unknown keys": stating("keys", wings=2),
+        "bundle has unsealed engines": lambda: tfexport.load(tmp / "engines"),
         "output exists": lambda: create_bundle(whole).__enter__(),
         "output is no bundle": lambda: create_bundle(tmp / "home", force=True).__enter__(),
         "output is the root": lambda: create_bundle(Path("/")).__enter__(),
@@ -73,12 +73,6 @@ def bundles(tmp: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-def _with_notes(bundle: Path) -> Path:
-    (bundle / "engines").mkdir()
-    (bundle / "engines" / "notes.txt").write_text("mine")
-    return bundle
-
-
 def _public_key(tmp: Path) -> Path:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -89,7 +83,6 @@ def _public_key(tmp: Path) -> Path:
 
 
 def calls(dates_bundle: Path) -> dict[str, Callable[[], object]]:
-    """What is wrong with options and inputs."""
     model = tfexport.load(dates_bundle, threads=1)
     options: dict[str, dict[str, Any]] = {
         "option is unknown": {"beams": 4},
@@ -99,9 +92,7 @@ def calls(dates_bundle: Path) -> dict[str, Callable[[], object]]:
         "options contradict": {"do_sample": True, "num_beams": 4},
         "token is not in the vocabulary": {"eos_token_id": 10**6},
     }
-    found: dict[str, Callable[[], object]] = {
-        name: (lambda given=given: model.generate(["3. März 2026"], **given)) for name, given in options.items()
-    }
+    found = {name: partial(model.generate, ["3. März 2026"], **given) for name, given in options.items()}
     return found | {
         "a text instead of texts": lambda: model.generate("3. März 2026"),
         "no text": lambda: model.generate([]),

@@ -1,13 +1,18 @@
-"""Small canonical models and batches, seeded; every parameter is random, none is 0 or 1."""
+"""Small canonical models and batches, seeded, with random parameters, and models of words."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from tfexport.contract import TokenIds
@@ -15,6 +20,16 @@ from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.transformer import Transformer
 
 VOCAB = 31
+
+
+def word_tokenizer(words: Sequence[str], eos: bool = False) -> tokenizers.Tokenizer:
+    """Return a tokenizer of words, which begin with pad, start, eos and unk."""
+    made = tokenizers.Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[3]))
+    made.pre_tokenizer = WhitespaceSplit()
+    made.add_special_tokens(list(words[:4]))
+    if eos:
+        made.post_processor = TemplateProcessing(single=f"$A {words[2]}", special_tokens=[(words[2], 2)])
+    return made
 
 
 class Batch(NamedTuple):
@@ -26,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def batch(*, vocab: int = VOCAB, source_len: int = 9, target_len: int = 7, seed: int = 0) -> Batch:
-    """Three rows of which the first is full; ids avoid 0, 1 and the last, which foreign models treat as padding."""
+    """Three rows of which the first is full; ids are never 0, 1 or the last, which may be padding."""
     generator = torch.Generator().manual_seed(seed)
     source = torch.randint(2, vocab - 1, (3, source_len), generator=generator)
     target = torch.randint(2, vocab - 1, (3, target_len), generator=generator)
@@ -37,7 +52,6 @@ def batch(*, vocab: int = VOCAB, source_len: int = 9, target_len: int = 7, seed:
 def config(
     *, encoder: dict[str, Any] | None = None, decoder: dict[str, Any] | None = None, **changes: Any
 ) -> TransformerConfig:
-    """Post-norm, without final norms; `encoder` and `decoder` change one side, the rest changes the whole."""
     stack = StackConfig(layers=2, num_heads=4, d_ff=48, norm_place="post", final_norm=False)
     base = TransformerConfig(
         d_model=32,
@@ -54,7 +68,7 @@ def config(
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:
-    """Fill every trainable parameter and every bias buffer; equal names get equal values, whatever else there is."""
+    """Fill trainable parameters and bias buffers; equal names get equal values."""
     bias_buffers = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith("bias")]
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     with torch.no_grad():
@@ -65,7 +79,6 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
 
 
 def model(config: TransformerConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Build a randomised model in eval mode."""
     built = Transformer(config)
     randomise(built, seed)
     return built.to(dtype).eval()
@@ -91,7 +104,6 @@ _T5 = config(
     tie_embeddings=True,
     tie_output=True,
 )
-# One of each kind that differs in the path of a token: positions, norms, biases, ties and head sizes.
 VARIANTS = {
     "post": config(),
     "pre-std": config(
@@ -140,7 +152,7 @@ VARIANTS = {
     ),
 }
 ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
-# For what exports them all, which is slow: those that differ from another one in less are tried with the slow tests.
+# For tests that export them all; those that differ little from others are slow tests.
 VARIANT_NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if name in ("pre-std", "umt5") else name for name in VARIANTS
 ]

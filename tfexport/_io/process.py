@@ -18,7 +18,6 @@ from tfexport.errors import TfexportError
 # Windows lacks this module, so only the time is limited there.
 resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
 _MAX_FILES = 64
-_TOO_MUCH_MEMORY = "needs more than {} bytes of memory"
 
 
 class ProcessError(Exception):
@@ -60,8 +59,6 @@ def call_in_process(
     if done.returncode:
         raise ProcessError(_reason(done.returncode, done.stderr.decode(errors="replace"), memory_bytes, cpu_s))
     found: dict[str, Any] = json.loads(done.stdout.rpartition(b"\n")[2])
-    if "failed" in found:
-        raise ProcessError(found["failed"])
     if "error" in found:
         kind: type[TfexportError] = getattr(errors, found.pop("error"), TfexportError)
         raise kind(*found.pop("problems"), **found)
@@ -70,7 +67,7 @@ def call_in_process(
 
 def _reason(code: int, stderr: str, memory_bytes: int | None, cpu_s: int | None) -> str:
     if "memory allocation" in stderr or "MemoryError" in stderr:
-        return _TOO_MUCH_MEMORY.format(memory_bytes)
+        return f"needs more than {memory_bytes} bytes of memory"
     if code == -getattr(signal, "SIGXCPU", 0) or (code == -getattr(signal, "SIGKILL", 0) and cpu_s is not None):
         return f"takes more than {cpu_s} s of CPU time"
     if code < 0:
@@ -88,8 +85,6 @@ def _main() -> None:
     except TfexportError as error:
         found = {"error": type(error).__name__, "problems": error.problems}
         found |= {"subject": error.subject, "remedy": error.remedy}
-    except MemoryError:
-        found = {"failed": _TOO_MUCH_MEMORY.format(request["memory"])}
     print("\n" + json.dumps(found), end="")  # noqa: T201 - read by the parent process
 
 

@@ -102,25 +102,13 @@ def _heads(value: str) -> AlignmentHeads:
 @click.option("--date", help="Date for the manifest, YYYY-MM-DD; by default it has none.")
 @sign_key_option
 @click.option("--force", is_flag=True, help="Replace an existing bundle once the new one is complete.")
-def onnx(
-    source: str,
-    output: Path,
-    verify: bool,
-    force: bool,
-    sign_key: Path | None,
-    name: str | None,
-    version: str | None,
-    license: str | None,  # noqa: A002 - as the option is called
-    date: str | None,
-    **config: Any,
-) -> None:
+def onnx(source: str, output: Path, verify: bool, force: bool, sign_key: Path | None, **options: Any) -> None:
     """Export SOURCE as a bundle of ONNX graphs.
 
     SOURCE is a model directory (config.json, model.safetensors, optional tokenizer.json), preset:NAME, or
     PACKAGE.MODULE:FACTORY for a module of your own, whose code is imported and run.
     """
-    settings = ExportConfig(**config)
-    identity = Identity(name=name, version=version, license=license, date=date)
+    settings, identity = config_of(ExportConfig, options), config_of(Identity, options)
     with reports_whether_written(output):
         from tfexport.export import export_bundle
 
@@ -204,12 +192,7 @@ def trt(
 @click.option("--stream/--no-stream", default=True, help="Add NAME_stream, which streams, and loads the bundle again.")
 @click.option("--force", is_flag=True, help="Replace a repository that tfexport wrote.")
 def triton(
-    bundles: tuple[str, ...],
-    output: Path,
-    loading: dict[str, Any],
-    stream: bool,
-    force: bool,
-    **options: Any,
+    bundles: tuple[str, ...], output: Path, loading: dict[str, Any], stream: bool, force: bool, **options: Any
 ) -> None:
     """Write a model repository of the BUNDLEs for Triton Inference Server.
 

@@ -27,13 +27,7 @@ from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named
     help="Lowest level of messages that are logged to standard error.",
 )
 @click.option("--access-log", is_flag=True, help="Log every request.")
-def serve(
-    bundles: tuple[str, ...],
-    loading: dict[str, Any],
-    log_level: str,
-    access_log: bool,
-    **options: Any,
-) -> None:
+def serve(bundles: tuple[str, ...], loading: dict[str, Any], log_level: str, access_log: bool, **options: Any) -> None:
     """Serve BUNDLEs over HTTP until SIGTERM or Ctrl-C.
 
     A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path.

@@ -24,7 +24,6 @@ from tfexport.cli.options import (
     trusted_keys_option,
 )
 from tfexport.cli.terminal import inputs_of, print_result, report_line
-from tfexport.contract import Device
 from tfexport.errors import BenchError, printable, raise_all
 from tfexport.runtime.registry import comparable
 
@@ -43,30 +42,11 @@ _COMPARABLE = [backend.name for backend in comparable()]
 @device_option
 @trusted_keys_option
 @json_option
-def verify(
-    bundle: Path,
-    against: str | None,
-    samples: int,
-    seed: int,
-    backend: str,
-    engine: str | None,
-    device: Device,
-    trusted_keys: tuple[Path, ...] | None,
-    as_json: bool,
-) -> None:
+def verify(bundle: Path, samples: int, seed: int, as_json: bool, **options: Any) -> None:
     """Compare every stage of BUNDLE with PyTorch; exit with 2 if one differs."""
     from tfexport.verify import VerifyConfig, verify_bundle
 
-    result = verify_bundle(
-        bundle,
-        against=against,
-        config=VerifyConfig(samples=samples, seed=seed),
-        backend=backend,
-        device=device,
-        engine=engine,
-        trusted_keys=trusted_keys,
-        report=report_line,
-    )
+    result = verify_bundle(bundle, config=VerifyConfig(samples=samples, seed=seed), report=report_line, **options)
     print_result(result.to_dict(), result.lines(), as_json)
     click.get_current_context().exit(0 if result.passed else EXIT_PARITY)
 
