@@ -148,6 +148,10 @@ def test_every_command_is_in_the_docs(name: str) -> None:
     assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
 
 
+def links(path: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
+
+
 def anchors(path: Path) -> set[str]:
     text = path.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
@@ -161,7 +165,7 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", [*DOCS, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+    for target in links(path):
         if not target.startswith(("http://", "https://")):
             file, _, anchor = target.partition("#")
             linked = path.parent / file if file else path
@@ -170,12 +174,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_every_document_is_linked_from_another() -> None:
-    linked = {
-        (path.parent / target.partition("#")[0]).resolve()
-        for path in DOCS
-        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    assert set(DOCS[1:]) <= {
+        (path.parent / target.partition("#")[0]).resolve() for path in DOCS for target in links(path)
     }
-    assert set(DOCS[1:]) <= linked
 
 
 POINTS = table(ROOT / "docs" / "explanation" / "security.md", "point")

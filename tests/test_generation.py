@@ -1,4 +1,4 @@
-"""Defaults: what a bundle generates with unless told otherwise, from the directory to the command line."""
+"""Default decoding options of a bundle, from the model directory to the command line."""
 
 from __future__ import annotations
 
@@ -70,24 +70,30 @@ def test_what_is_given_goes_before_the_defaults(defaults: Any, options: Any, exp
     assert overridden(defaults, **options) == DecodeConfig(**expected)
 
 
-def test_a_contradiction_says_what_is_a_default() -> None:
+OWN_BEAMS = "the model's own defaults set num_beams"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "options", "remedy"),
+    [
+        ({"num_beams": 4}, {"do_sample": True}, OWN_BEAMS),
+        (
+            {"num_beams": 4, "no_repeat_ngram_size": 2},
+            {"num_return_sequences": 5},
+            OWN_BEAMS,
+        ),
+        ({"num_beams": 4}, {"num_beams": 0}, ""),
+    ],
+)
+def test_a_contradiction_names_the_defaults_that_cause_it(defaults: Any, options: Any, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        overridden({"num_beams": 4}, do_sample=True)
-    assert caught.value.subject == "decoding"
-    assert len(caught.value.problems) == 1
-    assert "num_beams" in caught.value.remedy
-    with pytest.raises(ConfigError) as caught:
-        overridden({"num_beams": 4, "no_repeat_ngram_size": 2}, num_return_sequences=5)
-    assert "num_beams" in caught.value.remedy
-    assert "no_repeat_ngram_size" not in caught.value.remedy
-    with pytest.raises(ConfigError) as caught:
-        overridden({"num_beams": 4}, num_beams=0)
-    assert caught.value.remedy == ""
+        overridden(defaults, **options)
+    assert (caught.value.subject, len(caught.value.problems), caught.value.remedy) == ("decoding", 1, remedy)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published directory with defaults, the model directory made of it, and a bundle."""
+    """Import and export a published directory with defaults."""
     found = tmp_path_factory.mktemp("defaults")
     published.write(found / "hf", "opus-mt", SAID)
     import_checkpoint(found / "hf", found / "model")
@@ -108,6 +114,16 @@ def theirs(folder: Path, **options: Any) -> list[list[int]]:
     return [[token for token in row if token != 40] for row in rows[:, 1:].tolist()]
 
 
+def drawn(seed: int) -> dict[str, Any]:
+    options = drawn_defaults(np.random.default_rng(seed), 40, 0, 40)
+    options = {name: value for name, value in options.items() if hasattr(DecodeConfig, name) and name not in SAMPLING}
+    if "min_new_tokens" in options:
+        options.pop("min_length", None)
+        options["min_new_tokens"] = min(options["min_new_tokens"], options.get("max_new_tokens", 99))
+    return options
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize(
     "options",
     [
@@ -118,25 +134,13 @@ def theirs(folder: Path, **options: Any) -> list[list[int]]:
         {"eos_token_id": 0, "max_new_tokens": 12},
         {"forced_eos_token_id": None, "max_length": 6},
         {"decoder_start_token_id": 40, "no_repeat_ngram_size": 1, "length_penalty": 0.5},
+        *map(drawn, range(6)),
     ],
     ids=str,
 )
-def test_a_bundle_says_what_the_directory_says_in_transformers(
+def test_defaults_and_options_give_the_results_of_transformers(
     folder: Path, model: Model, options: dict[str, Any]
 ) -> None:
-    expected = theirs(folder, **options)
-    assert [list(best.token_ids) for (best,) in model.generate_ids(SOURCES, **options)] == expected
-    assert len(set(map(tuple, expected))) > 2
-
-
-@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@pytest.mark.parametrize("seed", range(6))
-def test_options_of_a_call_go_before_the_defaults_as_in_transformers(folder: Path, model: Model, seed: int) -> None:
-    drawn = drawn_defaults(np.random.default_rng(seed), 40, 0, 40)
-    options = {name: value for name, value in drawn.items() if hasattr(DecodeConfig, name) and name not in SAMPLING}
-    if "min_new_tokens" in options:
-        options.pop("min_length", None)
-        options["min_new_tokens"] = min(options["min_new_tokens"], options.get("max_new_tokens", 99))
     expected = theirs(folder, **options)
     assert [list(best.token_ids) for (best,) in model.generate_ids(SOURCES, **options)] == expected
 
@@ -157,7 +161,7 @@ def test_inspect_shows_them(folder: Path) -> None:
 
 
 def with_defaults(bundle: Path, path: Path, defaults: str) -> Path:
-    """Copy a bundle and give it these defaults, as its export does with those of the model directory."""
+    """Copy a bundle and give it other defaults."""
     shutil.copytree(bundle, path)
     (path / "generation.json").write_text(defaults)
     reseal(path)

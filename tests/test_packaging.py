@@ -1,4 +1,4 @@
-"""What a deployment machine gets: the wheel in an environment of its own, with the core and the cpu extra only."""
+"""The wheel, in an environment of its own with only the core and the cpu extra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# What CI installs.
 LOCKED = ("export", "cpu", "serve", "rtx", "dev")
 TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
 
@@ -45,7 +44,7 @@ def run(*command: object) -> str:
 
 @pytest.fixture(scope="session")
 def wheel(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """Build the wheel as pip does for a user, from a copy: a build leaves files that the next one would pick up."""
+    """Build the wheel from a copy, because a build leaves files that the next one would include."""
 
     def make(path: Path) -> None:
         source = path.with_name("wheel-source")
@@ -59,7 +58,6 @@ def wheel(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def deployed(once: Callable[[str, Callable[[Path], object]], Path], wheel: Path) -> Path:
-    """Return the bin folder of a fresh environment with the wheel and its cpu extra."""
 
     def make(path: Path) -> None:
         run(sys.executable, "-m", "venv", path)
@@ -72,14 +70,12 @@ def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         licensed = any(name.endswith("licenses/LICENSE") for name in archive.namelist())
-    own = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport").rglob("*.py")}
-    folder = ROOT / "tfexport" / "importing" / "layout" / "layouts"
-    layouts = {str(path.relative_to(ROOT)) for path in folder.glob("*.yaml")}
-    page = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport" / "serve" / "page").iterdir()}
-    assert layouts
-    assert page
-    data = {"py.typed", "runtime/ort/int8_products.onnx"}
-    assert found == own | layouts | page | {f"tfexport/{name}" for name in data}
+    expected = {"tfexport/py.typed", "tfexport/runtime/ort/int8_products.onnx"}
+    for pattern in ("**/*.py", "importing/layout/layouts/*.yaml", "serve/page/*"):
+        files = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport").glob(pattern)}
+        assert files
+        expected |= files
+    assert found == expected
     assert licensed
 
 

@@ -1,4 +1,4 @@
-"""Inspecting untrusted input in a subprocess gives the same answer as without, and an end to what asks for too much."""
+"""Inspecting untrusted input in a subprocess gives the same results and errors."""
 
 from __future__ import annotations
 

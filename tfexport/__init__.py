@@ -36,8 +36,13 @@ if TYPE_CHECKING:
     from tfexport.model.result import Result as Result
     from tfexport.tensorrt.pipeline import build_engines as build_engines
 
-# Modules of public names; all others are in `errors`.
-_HOME = {
+# Public names and their modules.
+_ERRORS = (
+    "BackendError BenchError BundleError Cancelled CheckpointError ConfigError DeadlineExceeded Draining EngineError "
+    "EngineFailed GraphError InputError ParityError QueueFull ServingError TfexportError"
+)
+_MODULES = {
+    **dict.fromkeys(_ERRORS.split(), "errors"),
     "load": "model.load",
     "Model": "model.model",
     "Result": "model.result",
@@ -48,40 +53,13 @@ _HOME = {
     "export_bundle": "export",
     "build_engines": "tensorrt.pipeline",
 }
-__all__ = [
-    "BackendError",
-    "BenchError",
-    "BundleError",
-    "Cancelled",
-    "CheckpointError",
-    "ConfigError",
-    "DeadlineExceeded",
-    "DecodeConfig",
-    "Draining",
-    "EngineError",
-    "EngineFailed",
-    "GraphError",
-    "InputError",
-    "Model",
-    "ParityError",
-    "QueueFull",
-    "RecordedTexts",
-    "Result",
-    "ServingError",
-    "TfexportError",
-    "__version__",
-    "build_engines",
-    "export_bundle",
-    "import_checkpoint",
-    "load",
-    "record_reference",
-]
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("tfexport")
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tfexport' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tfexport.{_HOME.get(name, 'errors')}"), name)
+    return getattr(importlib.import_module(f"tfexport.{_MODULES[name]}"), name)
