@@ -120,25 +120,14 @@ def test_a_text_ends_with_its_stop_string(model: Model, strings: object, text: s
     assert {one.finish_reason for one in beams} <= {"stop", "eos"}
 
 
-def test_a_stop_string_in_the_prefix_ends_nothing(model: Model) -> None:
-    (found,) = model.generate([TEXT], prefixes=["1989-"], stop_strings=["-", "07"])
-    assert found.text == "1989-07"
-    assert "".join(model.stream(TEXT, prefix="1989-", stop_strings=["-", "07"])) == "1989-07"
-
-
-def test_stop_strings_of_ids(model: Model) -> None:
+def test_stop_strings_of_ids_and_in_a_prefix(model: Model) -> None:
     assert model.tokenizer is not None
     sources = model.tokenizer.encode([TEXT])
     ((found,),) = model.generate_ids(sources, stop_strings="89-")
     assert (model.tokenizer.decode(found.token_ids), found.finish_reason) == ("1989-", "stop")
-    with pytest.raises(tfexport.InputError, match="stop_strings need a tokenizer"):
-        Model(model.session, None).generate_ids(sources, stop_strings="89-")
-
-
-def test_without_time_there_is_one_token(model: Model) -> None:
-    (found,) = model.generate([TEXT], max_time=1e-9)
-    assert (found.text, found.finish_reason) == ("1", "time")
-    assert "".join(model.stream(TEXT, max_time=1e-9)) == "1"
+    (found,) = model.generate([TEXT], prefixes=["1989-"], stop_strings=["-", "07"])  # not the one in the prefix
+    assert found.text == "1989-07"
+    assert "".join(model.stream(TEXT, prefix="1989-", stop_strings=["-", "07"])) == "1989-07"
 
 
 def test_targets_are_scored_behind_what_every_target_begins_with(model: Model) -> None:

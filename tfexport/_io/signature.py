@@ -29,10 +29,10 @@ _MAKE_PUBLIC = "make it with: openssl pkey -in sign.pem -pubout -out sign.pub"
 
 
 class SigningKey:
-    """Sign manifests with a private key."""
+    """A private key, whose `sign` returns the signature of a manifest."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
-        self._key = key
+        self.sign = key.sign
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SigningKey:
@@ -52,10 +52,6 @@ class SigningKey:
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(f"sign_key: {file} is a key of another type, expected Ed25519; {_MAKE}")
         return cls(key)
-
-    def sign(self, data: bytes) -> bytes:
-        """Return the signature of `data`; equal data give equal signatures."""
-        return self._key.sign(data)
 
 
 class TrustedKeys:
@@ -81,7 +77,10 @@ class TrustedKeys:
         signed = file.with_name(file.name + SIGNATURE_SUFFIX)
         if not os.path.lexists(signed):
             return f"{file.name} is not signed, but trusted keys were given; sign it with --sign-key"
-        with open(signed, "rb", opener=_open_plain) as stream:
+        # Do not follow links or wait for pipes.
+        with open(
+            signed, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        ) as stream:
             signature = stream.read(SIGNATURE_BYTES + 1)
         if len(signature) != SIGNATURE_BYTES:
             return f"{signed.name} is not a signature, expected {SIGNATURE_BYTES} bytes; sign it again"
@@ -90,10 +89,6 @@ class TrustedKeys:
                 key.verify(signature, data)
                 return None
         return f"{file.name} was changed, or is not signed with a trusted key; use one that you trust"
-
-
-def _open_plain(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not follow links or wait for pipes
 
 
 def _read_public(file: Path) -> list[Ed25519PublicKey]:

@@ -42,37 +42,20 @@ _FORMER_NAMES = {"golden": "reference"}
 )
 @click.option("--target-tokenizer", type=PATH, help="Tokenizer of the target, if --tokenizer is only for the source.")
 @click.option("--force", is_flag=True, help="Replace an existing model directory once the new one is complete.")
-def import_(
-    checkpoint: Path,
-    output: Path,
-    reference: Path | None,
-    tokenizer: Path | None,
-    target_tokenizer: Path | None,
-    force: bool,
-    **config: Any,
-) -> None:
+def import_(checkpoint: Path, output: Path, **options: Any) -> None:
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
     CHECKPOINT is a safetensors file, sharded or not, a file of torch.save, a folder of Lightning or accelerate, or a
     Hugging Face directory of Marian, BART, T5 or a similar family. With --reference the import is accepted only if it
     reproduces the outputs of the original.
     """
-    settings = ImportConfig(**config)
+    settings = config_of(ImportConfig, options)
+    files = {name: options[name] for name in ("reference", "tokenizer", "target_tokenizer", "force")}
     with reports_whether_written(output):
         from tfexport.importing.importer import import_checkpoint
 
         with stage_progress() as (report, on_progress):
-            imported = import_checkpoint(
-                checkpoint,
-                output,
-                settings,
-                reference=reference,
-                tokenizer=tokenizer,
-                target_tokenizer=target_tokenizer,
-                force=force,
-                report=report,
-                on_progress=on_progress,
-            )
+            imported = import_checkpoint(checkpoint, output, settings, report=report, on_progress=on_progress, **files)
         click.echo(printable(f"{output}: {imported.summary()}"))
         for line in imported.certificate.unverified:
             click.echo(printable(f"unverified: {line}"))
