@@ -219,12 +219,12 @@ decode_options = config_options(
 def text_options(*, bulk: bool = False) -> Callable[[F], F]:
     """Add the options of commands that run a bundle on texts, passed as `run`."""
     path = PathOrUri if bulk else click.Path
-    formats = "; also .parquet, .jsonl, .csv, .tsv or .txt, and s3://…" if bulk else ""
+    formats = ", or .parquet, .jsonl, .csv, .tsv or .txt, also s3://…" if bulk else ""
     source = click.option(
         "--input",
         "source",
         type=path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path),
-        help=f"File with one text per line, or - for standard input{formats}.",
+        help=f"File with one text per line (- is standard input){formats}.",
     )
     output = click.option(
         "--output",
