@@ -89,6 +89,7 @@ MODELS: dict[str, tuple[Damage, list[str]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json", "is missing"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS, "is missing"]),
     "cut weights": (lambda folder: os.truncate(folder / WEIGHTS, 50_000), [WEIGHTS, "again"]),
+    "header of 2^63": (write(WEIGHTS, struct.pack("<Q", 2**63) + b"{}"), [WEIGHTS, "again"]),
     "header of 3 GB": (huge(WEIGHTS), [WEIGHTS, "again"]),
     "deep header": (write(WEIGHTS, struct.pack("<Q", 200_000) + b"[" * 200_000), [WEIGHTS, "again"]),
 }
