@@ -88,7 +88,7 @@ OWN_BEAMS = "the model's own defaults set num_beams"
 def test_a_contradiction_names_the_defaults_that_cause_it(defaults: Any, options: Any, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         overridden(defaults, **options)
-    assert (caught.value.subject, len(caught.value.problems), caught.value.remedy) == ("decoding", 1, remedy)
+    assert (caught.value.subject, caught.value.remedy) == ("decoding", remedy)
 
 
 @pytest.fixture(scope="module")
