@@ -257,7 +257,7 @@ def test_what_works_in_bulk_alone_says_what_it_needs(dates_bundle: Path, tmp_pat
     ):
         done = run("generate", dates_bundle, *arguments)
         assert (done.exit_code, done.stdout) == (1, "")
-        assert "needs --input and --output with names that end with .parquet, .jsonl, .csv, .tsv or .txt" in done.stderr
+        assert "needs --input and --output that end with .parquet, .jsonl, .csv, .tsv or .txt" in done.stderr
         assert not (tmp_path / "out.xlsx").exists()
     missing = run("generate", dates_bundle, "--input", tmp_path / "no.csv", "--output", tmp_path / "out.csv")
     assert missing.exit_code == 1

@@ -99,7 +99,7 @@ def _read_inputs(run: TextRun, *, has_columns: bool) -> list[str]:
     if isinstance(source, str) or isinstance(output, str):
         subject = "A URI"
     elif has_columns:
-        subject = "--input-column and --output-column"
+        subject = "--input-column or --output-column"
     elif source is not None and is_table(source):
         subject = f"--input {source}, whose lines are not texts,"
     if subject:
