@@ -98,7 +98,7 @@ def test_weights_that_are_not_those_of_the_reference_are_refused(own: Path, tmp_
     named = re.search(r"was recorded with .*\(sha256 (\w+)\) than later.pt has \(sha256 (\w+)\)", message)
     assert named is not None
     assert len({*named.groups()}) == 2
-    assert f"1 of {len(weights)} tensors differ, generator.weight first; record reference outputs with this" in message
+    assert f"1 of {len(weights)} tensors differ, generator.weight first; record again with this" in message
     assert not (tmp_path / "n").exists()
     run(tmp_path / "later.pt", "--output", tmp_path / "n", "--layout", tmp_path / "m" / "layout.yaml")
     assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
@@ -270,7 +270,7 @@ def test_a_reference_of_another_model(own: Path, tmp_path: Path) -> None:
     """A reference with its own state dict decides on that; the checkpoint then has other keys."""
     message = error(own / "model.pt", "--output", tmp_path / "m", "--reference", own / "other.safetensors")
     assert "layout notebook-000" in message
-    assert "the layout that the reference outputs prove does not fit; were they recorded from this" in message
+    assert "the layout that the reference outputs prove does not fit; are they from another checkpoint?" in message
     assert "is not used; map or ignore it" in message
 
 
@@ -328,7 +328,7 @@ def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(importer, "builtin_layouts", lambda: {"look-alike": wrong, "notebook-004": right})
     words = [own / "model.pt", "--output", tmp_path / "m", "--heads", 6]
     message = error(*words, "--accept-unverified")
-    assert "2 layouts fit by name (look-alike, notebook-004) and nothing tells which; give --layout" in message
+    assert "2 layouts fit by name (look-alike, notebook-004); give --layout or --reference" in message
     assert "layout notebook-004, proven" in run(*words, "--reference", own / "reference.safetensors").stdout
 
 

@@ -166,7 +166,7 @@ def test_numpy_ids_are_ids(session: ScriptedSession) -> None:
         ({"suppress_tokens": [3, -4]}, "suppress_tokens has -4, expected 0 or more"),
         *(({"prefix_bias_beta": beta}, "prefix_bias_beta is") for beta in (-0.1, 1.0, 1.5, float("nan"))),
         ({"return_alternatives": True, "do_sample": True}, "return_alternatives with do_sample; set one of them to"),
-        ({"return_alternatives": True, "prefix_bias_beta": 0.5}, "return_alternatives with prefix_bias_beta; set the"),
+        ({"return_alternatives": True, "prefix_bias_beta": 0.5}, "return_alternatives with prefix_bias_beta; set one"),
     ],
 )
 def test_contradictions_and_ranges(settings: dict[str, object], message: str) -> None:
