@@ -59,10 +59,7 @@ class History:
         self.longest += count
 
     def branch(self, rows: Ids, token_ids: Ids) -> bool:
-        """Continue row rows[r] as row r; return whether any row continues another row.
-
-        All rows are equally long.
-        """
+        """Continue row rows[r] as row r, all equally long; return whether any moved."""
         moves = rows.tobytes() != self._in_place  # the fastest comparison of a few numbers
         if moves:
             self._tokens[:, : self.longest] = self.tokens.take(rows, 0)

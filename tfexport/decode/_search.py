@@ -65,9 +65,8 @@ class Search(ABC):
     def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
         """Extend the rows, given at least `num_candidates` candidates of each.
 
-        Returns:
-            For each row the row that it continues, int64 [rows], or None if every row continues itself; and the
-            outcomes of the finished sources by place, which the caller has to remove.
+        Return the row that each row continues, int64 [rows], or None if every row continues itself; and the outcomes of
+        the finished sources by place, which the caller has to remove.
         """
 
     def steps_ahead(self) -> int:
