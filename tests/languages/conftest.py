@@ -1,4 +1,4 @@
-"""Programs of docs/languages, built by the commands of its page; skipped where their tools lack."""
+"""Programs of docs/languages, built by the commands of its page; skipped without their tools."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 @dataclass(frozen=True)
 class Program:
-    """A program of docs/languages that was built."""
-
-    words: tuple[str, ...]
+    command: tuple[str, ...]
 
     def run(self, bundle: Path, *options: str, texts: str = "") -> subprocess.CompletedProcess[str]:
-        library = f"{os.environ.get('ONNXRUNTIME')}/lib/libonnxruntime.so"
-        environment = {**os.environ, "ORT_DYLIB_PATH": library}
-        words = [*self.words, str(bundle), *options]
-        return subprocess.run(words, input=texts, capture_output=True, text=True, timeout=300, env=environment)
+        environment = {**os.environ, "ORT_DYLIB_PATH": f"{os.environ.get('ONNXRUNTIME')}/lib/libonnxruntime.so"}
+        command = [*self.command, str(bundle), *options]
+        return subprocess.run(command, input=texts, capture_output=True, text=True, timeout=300, env=environment)
 
     def answers(self, bundle: Path, texts: list[str], *options: str) -> list[dict[str, object]]:
         done = self.run(bundle, "--json", *options, texts="".join(f"{text}\n" for text in texts))
@@ -39,21 +36,16 @@ class Program:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def need(*tools: str) -> None:
-    """Skip where a tool is not on the path."""
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    if missing:
+def need(*tools: str, release: bool = False) -> None:
+    """Skip without a tool on the path, or without a release of ONNX Runtime."""
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
         pytest.skip(f"{', '.join(missing)}: not on the path")
+    if release and not (Path(os.environ.get("ONNXRUNTIME", "")) / "lib" / "libonnxruntime.so").exists():
+        pytest.skip("ONNXRUNTIME is not a release of ONNX Runtime, with headers in include and libraries in lib")
 
 
-def need_release() -> None:
-    """Skip without a release of ONNX Runtime."""
-    if not (Path(os.environ.get("ONNXRUNTIME", "")) / "lib" / "libonnxruntime.so").exists():
-        pytest.skip("ONNXRUNTIME names no release of ONNX Runtime, with headers in include and libraries in lib")
-
-
-def can(*words: str) -> None:
-    """Skip where a command fails that needs an index of packages."""
+def try_command(*words: str) -> None:
+    """Skip if a command fails that needs a package index."""
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"{' '.join(words[:3])}: {(done.stdout + done.stderr).strip()[-400:]}")
@@ -61,7 +53,7 @@ def can(*words: str) -> None:
 
 @pytest.fixture(scope="session")
 def commands(once: Once, dates_bundle: Path) -> Callable[[str], Path]:
-    """Return a function that runs the block of the page that a fixture is named above, once, and returns its folder."""
+    """Return a function that runs the page's block of a fixture, once, and returns its folder."""
 
     def run(fixture: str) -> Path:
         (block,) = (one for one in blocks(PAGE) if one.mark and one.mark[1].endswith(f"::{fixture}"))
@@ -83,34 +75,29 @@ def commands(once: Once, dates_bundle: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def javascript(commands: Callable[[str], Path]) -> Path:
-    """Return a copy of docs/languages/javascript with its packages, those of the lock file."""
+    """Return a copy of docs/languages/javascript with the packages of its lock file."""
     need("node", "npm")
-    can("npm", "view", "onnxruntime-node", "name")
+    try_command("npm", "view", "onnxruntime-node", "name")
     return commands("javascript") / "docs" / "languages" / "javascript"
 
 
 @pytest.fixture(scope="session")
 def node(javascript: Path) -> Program:
-    """Return the program for node."""
     return Program(("node", str(javascript / "generate.mjs")))
 
 
 @pytest.fixture(scope="session")
 def cpp(commands: Callable[[str], Path]) -> Program:
-    """Build the C++ program."""
-    need("cmake", "c++")
-    need_release()
+    need("cmake", "c++", release=True)
     return Program((str(commands("cpp") / "build" / "cpp" / "generate"),))
 
 
 @pytest.fixture(scope="session")
 def rust(commands: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """Build the Rust program."""
-    need("cargo")
-    need_release()
+    need("cargo", release=True)
     probe = tmp_path_factory.mktemp("crates") / "rust"
     shutil.copytree(ROOT / "docs" / "languages" / "rust", probe, ignore=shutil.ignore_patterns("target", "Cargo.lock"))
-    can("cargo", "fetch", "--manifest-path", str(probe / "Cargo.toml"))
+    try_command("cargo", "fetch", "--manifest-path", str(probe / "Cargo.toml"))
     return Program((str(commands("rust") / "build" / "rust" / "release" / "generate"),))
 
 
@@ -121,8 +108,8 @@ def dates() -> list[str]:
     return [line.partition("\t")[0] for line in lines[:: len(lines) // 240]][:240]
 
 
-def said(bundle: Path, texts: list[str], folder: Path) -> list[dict[str, object]]:
-    """Return what the command line answers, in the form of the programs."""
+def expected(bundle: Path, texts: list[str], folder: Path) -> list[dict[str, object]]:
+    """Return the outputs of tfexport's command line, as the programs print them."""
     (folder / "texts").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     result = CliRunner().invoke(main, ["generate", str(bundle), "--input", str(folder / "texts"), "--json"])
     assert result.exit_code == 0, result.output

@@ -1,7 +1,8 @@
-"""The page of docs/languages in headless Chromium: it reads dates as the command line does."""
+"""The page of docs/languages in headless Chromium: its outputs equal those of the command line."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import shutil
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.languages.conftest import said
+from tests.languages.conftest import expected
 from tests.serve.test_page import BROWSERS
 
 if TYPE_CHECKING:
@@ -32,28 +33,23 @@ class Files(http.server.SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        pass
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
     """Return a function that serves a folder on loopback until the end of the test."""
-    servers = []
+    with contextlib.ExitStack() as stack:
 
-    def start(folder: Path, headers: dict[str, str] | None = None) -> str:
-        handler = functools.partial(Files, directory=str(folder))
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.headers = headers or {}  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        servers.append((server, thread))
-        return f"http://127.0.0.1:{server.server_port}/"
+        def start(folder: Path, headers: dict[str, str] | None = None) -> str:
+            handler = functools.partial(Files, directory=str(folder))
+            server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            server.headers = headers or {}  # type: ignore[attr-defined]
+            threading.Thread(target=server.serve_forever).start()
+            stack.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_port}/"
 
-    yield start
-    for server, thread in servers:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -80,25 +76,23 @@ def folder(javascript: Path, dates_bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """Open a page; at the end no script has failed, the policy was not broken and no other origin was asked."""
-    complaints: list[str] = []
-    asked: list[str] = []
+    """Open a page; at the end, check that it has no errors and sent requests only to its origin."""
+    errors, urls = list[str](), list[str]()
     context = browser.new_context()
     page = context.new_page()
     page.set_default_timeout(60_000)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("request", lambda request: urls.append(request.url))
     yield page
     origin = "/".join(page.url.split("/")[:3]) + "/"
     context.close()
-    assert complaints == []
-    assert asked
-    assert all(url.startswith(origin) for url in asked)
+    assert errors == []
+    assert urls
+    assert all(url.startswith(origin) for url in urls)
 
 
 def read(page: Page, text: str) -> str:
-    """Write a text and return what the page answers to it."""
     page.fill("#text", "")
     page.wait_for_function("document.querySelector('#answer').value === ''")
     page.fill("#text", text)
@@ -106,7 +100,7 @@ def read(page: Page, text: str) -> str:
     return page.locator("#answer").inner_text()
 
 
-def test_forty_dates_are_read_as_the_command_line_does(
+def test_outputs_equal_those_of_the_command_line(
     page: Page, serve: Callable[..., str], folder: Path, dates: list[str], dates_bundle: Path, tmp_path: Path
 ) -> None:
     texts = dates[::6]
@@ -114,12 +108,12 @@ def test_forty_dates_are_read_as_the_command_line_does(
     page.goto(serve(folder))
     page.locator("#text:enabled").wait_for()
     assert page.inner_text("#state").startswith("Ready: 4.1 MB of weights, 1 thread")
-    assert [read(page, text) for text in texts] == [answer["text"] for answer in said(dates_bundle, texts, tmp_path)]
+    assert [read(page, text) for text in texts] == [
+        answer["text"] for answer in expected(dates_bundle, texts, tmp_path)
+    ]
 
 
-def test_an_example_is_answered_with_threads_where_the_page_is_isolated(
-    page: Page, serve: Callable[..., str], folder: Path
-) -> None:
+def test_an_isolated_page_uses_threads(page: Page, serve: Callable[..., str], folder: Path) -> None:
     page.add_init_script("Object.defineProperty(navigator, 'hardwareConcurrency', {get: () => 4})")
     page.goto(serve(folder, ISOLATED))
     page.locator("#text:enabled").wait_for()

@@ -1,4 +1,4 @@
-"""Vocabulary of bundle.mjs beside the tokenizers of the runtime, over odd texts."""
+"""The vocabulary of bundle.mjs equals the tokenizers of the runtime on odd texts."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def byte_pairs() -> str:
 def test_text_becomes_the_same_ids_and_back(kind: Callable[[], str], javascript: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text(kind(), encoding="utf-8")
-    words = ["node", "--input-type=module", "-e", SCRIPT, str(file)]
-    done = subprocess.run(words, cwd=javascript, input=json.dumps(TEXTS), capture_output=True, text=True)
+    command = ["node", "--input-type=module", "-e", SCRIPT, str(file)]
+    done = subprocess.run(command, cwd=javascript, input=json.dumps(TEXTS), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     ours = Vocabulary(file.read_bytes(), "tokenizer.json", set(), None)
     for text, answer in zip(TEXTS, json.loads(done.stdout), strict=True):
