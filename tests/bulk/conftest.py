@@ -1,16 +1,5 @@
-"""A model for all tests of this folder."""
+"""Use the model of the server's tests."""
 
-from __future__ import annotations
+from tests.serve.conftest import model
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-import tfexport
-
-
-@pytest.fixture(scope="session")
-def model(dates_bundle: Path) -> Iterator[tfexport.Model]:
-    with tfexport.load(dates_bundle) as model:
-        yield model
+__all__ = ["model"]

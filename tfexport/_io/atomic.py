@@ -160,8 +160,8 @@ def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
     """
     for folder, _, names in os.walk(path):
         for name in names:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+            sync(Path(folder, name))
+        sync(Path(folder))
     with interrupts_held(), ExitStack() as undo:
         former = None
         if os.path.lexists(target):
@@ -170,7 +170,7 @@ def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
             check(former)
         path.rename(target)
         undo.callback(target.rename, path)
-        _sync(target.parent)
+        sync(target.parent)
         undo.pop_all()
         if former:
             with suppress(OSError):  # the next writer deletes it
@@ -193,7 +193,7 @@ def whole_file(target: Path) -> Iterator[Path]:
         try:
             draft.touch()
             yield draft
-            _sync(draft)
+            sync(draft)
             draft.replace(target)
         finally:
             with interrupts_held(), suppress(OSError):
@@ -214,7 +214,8 @@ def _siblings(target: Path, role: str) -> list[Path]:
     return sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Write a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,4 @@
-"""Locate, read and write the input and output files of a bulk run.
-
-Paths and URIs are those of `pyarrow.fs`: https://arrow.apache.org/docs/python/filesystems.html
-"""
+"""Locate, read and write the files of a bulk run with `pyarrow.fs`."""
 
 from __future__ import annotations
 
@@ -25,27 +22,26 @@ import pyarrow
 import pyarrow.csv
 from pyarrow import fs, parquet
 
+from tfexport._io.atomic import sync
 from tfexport._io.names import checked_path
 from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.bulk.config import Format, answer_line
 from tfexport.errors import MAX_PROBLEMS, InputError, first_line, raise_all, shortened
 
 TEXT_COLUMN = "text"
-# Maximum size of a row in a text format, of a batch of rows, and number of distinct keys in a JSON Lines file.
-_MAX_ROW_BYTES, _BATCH_BYTES, _MAX_COLUMNS = 64 * 2**20, 8 * 2**20, 10_000
-_BATCH_ROWS, _BUFFER = 1024, 1 << 20
-# Row groups of a Parquet output end at the first of these limits.
-_GROUP_ROWS, _GROUP_BYTES = 128 * 1024, 64 * 2**20
-# S3 moves an object by copying it; one request copies at most this size.
-_MAX_MOVED = 5 * 2**30
+_MAX_ROW_BYTES = 64 * 2**20  # of a text format
+_MAX_COLUMNS = 10_000  # different keys of a JSON Lines file
+_BATCH_ROWS, _BATCH_BYTES = 1024, 8 * 2**20
+_GROUP_ROWS, _GROUP_BYTES = 128 * 1024, 64 * 2**20  # of a Parquet output
+_MAX_MOVED = 5 * 2**30  # S3 moves an object by copying it; one request copies at most this size
+_BUFFER = 1 << 20
 DRAFT, _BOM = ".tmp-", b"\xef\xbb\xbf"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv -t utf-8"
-_ARROW_ERRORS = (pyarrow.ArrowException, OverflowError)
 
 
 class Place:
-    """A file or folder of a `pyarrow.fs` file system; `name` is used in messages."""
+    """A file or folder of a `pyarrow.fs` file system; messages use its `name`."""
 
     def __init__(self, system: fs.FileSystem, path: str, name: str = "") -> None:
         self.system, self.path = system, path
@@ -56,35 +52,29 @@ class Place:
         return Place(self.system, f"{self.path}/{name}")
 
     def is_same(self, other: Place) -> bool:
-        """Return whether both are the same file."""
         paths = Path(self.path), Path(other.path)
         if self.is_local and other.is_local and all(path.exists() for path in paths):
             return paths[0].samefile(paths[1])
         return self.path == other.path and self.system.equals(other.system)
 
     def open(self) -> pyarrow.NativeFile:
-        """Open the file for random access."""
         if self.is_local and (problem := plain_problem(Path(self.path))):
             raise InputError(f"{self.name}: {problem}; check the path")
         return self.system.open_input_file(self.path)
 
     def stamp(self) -> tuple[int, int]:
-        """Return the size in bytes and the modification time in nanoseconds."""
         found = self.system.get_file_info(self.path)
         return found.size or 0, found.mtime_ns or 0
 
     def sha256(self) -> str:
-        """Return the file's SHA-256 in hexadecimal."""
         with self.open() as stream:
             return hashlib.file_digest(io.BufferedReader(cast(Any, stream), _BUFFER), "sha256").hexdigest()
 
     def names(self) -> frozenset[str]:
-        """Return the names of the files in this folder; empty if it is missing."""
         selector = fs.FileSelector(self.path, allow_not_found=True)
         return frozenset(info.base_name for info in self.system.get_file_info(selector))
 
     def delete(self) -> None:
-        """Delete the file."""
         self.system.delete_file(self.path)
 
     @contextmanager
@@ -96,33 +86,32 @@ class Place:
             with self.system.open_output_stream(draft.path) as stream:
                 yield stream
             if self.is_local:
-                _sync(draft.path)
+                sync(Path(draft.path))
             if not self.is_local and draft.stamp()[0] > _MAX_MOVED:
                 with draft.open() as source, self.system.open_output_stream(target.path) as stream:
                     shutil.copyfileobj(source, stream, _BUFFER)
             else:
                 self.system.move(draft.path, target.path)
             if self.is_local:
-                _sync(os.path.dirname(target.path))  # noqa: PTH120 - of a text
+                sync(Path(target.path).parent)
         finally:
             with suppress(OSError):
-                if self.system.get_file_info(draft.path).type != fs.FileType.NotFound:
-                    draft.delete()
+                draft.delete()
 
 
-def find_place(given: str | PathLike[str]) -> Place:
+def find_place(location: str | PathLike[str]) -> Place:
     """Return the place of a path or URI; links in a path are resolved."""
-    if isinstance(given, str) and "://" in given:
+    if isinstance(location, str) and "://" in location:
         try:
-            system, path = fs.FileSystem.from_uri(given)
+            system, path = fs.FileSystem.from_uri(location)
         except (OSError, ValueError) as error:  # the message omits the URI, because it may contain a key
-            scheme, _, rest = given.partition("://")
+            scheme, _, rest = location.partition("://")
             reason = first_line(error).replace(rest, "…")
             raise InputError(f"{scheme}://…: cannot be reached ({reason}); check the URI") from error
         if not isinstance(system, fs.LocalFileSystem):
             return Place(system, path)
-        given = path
-    path = checked_path(given, "path")
+        location = path
+    path = checked_path(location, "path")
     return Place(fs.LocalFileSystem(), os.path.realpath(path), str(path))
 
 
@@ -136,28 +125,21 @@ def accessing(name: str, verb: str, remedy: str = "check the place") -> Iterator
         raise InputError(f"{name}: cannot be {verb} ({reason}); {remedy}") from error
 
 
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def reading_parquet(name: str, remedy: str) -> Iterator[None]:
+    """Convert errors of reading a Parquet file to `InputError`."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# ---- reading
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise InputError(f"{name}: cannot be read ({os.strerror(error.errno)}); {remedy}") from error
+        raise InputError(f"{name} is not a complete Parquet file ({first_line(error)}); {remedy}") from error
 
 
 class Row(NamedTuple):
-    """A row of a text format.
-
-    Attributes:
-        size: bytes of the row.
-        json: the line of a JSON Lines file.
-    """
-
     values: dict[str, Any]
-    size: int
-    json: str = ""
+    num_bytes: int
+    json: str = ""  # the line of a JSON Lines file
 
 
 Batch: TypeAlias = "Sequence[Row] | pyarrow.RecordBatch"
@@ -165,72 +147,65 @@ Batch: TypeAlias = "Sequence[Row] | pyarrow.RecordBatch"
 
 @dataclass(frozen=True)
 class Source:
-    """An input file whose structure was checked.
+    """An input file whose structure was checked; `batches` have a bounded size."""
 
-    Attributes:
-        columns: whether each column has texts, by name, in the order of the file.
-        batches: reads the rows in batches of bounded size.
-        schema: returns the Parquet types of the columns.
-    """
-
-    columns: Mapping[str, bool]
+    columns: Mapping[str, bool]  # whether each column has texts
     batches: Callable[[], Iterator[Batch]]
     schema: Callable[[], pyarrow.Schema]
 
-    @staticmethod
-    def texts(batch: Batch, column: str) -> list[str | None]:
-        """Return the text of each row of a batch; None if a row has no text."""
-        if isinstance(batch, pyarrow.RecordBatch):
-            values = batch.column(column).to_pylist()
-        else:
-            values = [row.values.get(column) for row in batch]
-        return [value if isinstance(value, str) else None for value in values]
+
+def texts_of(batch: Batch, column: str) -> list[str | None]:
+    """Return the text of each row of a batch; None if a row has no text."""
+    if isinstance(batch, pyarrow.RecordBatch):
+        values = batch.column(column).to_pylist()
+    else:
+        values = [row.values.get(column) for row in batch]
+    return [value if isinstance(value, str) else None for value in values]
 
 
 @contextmanager
-def open_source(place: Place, form: Format) -> Iterator[Source]:
+def open_source(place: Place, suffix: Format) -> Iterator[Source]:
     """Open and check an input file; raise `InputError` with all its problems."""
     with accessing(place.name, "read"), place.open() as stream:
-        yield _parquet_source(place.name, stream) if form == ".parquet" else _text_source(place.name, form, stream)
+        yield _parquet_source(place.name, stream) if suffix == ".parquet" else _text_source(place.name, suffix, stream)
 
 
-def _text_source(name: str, form: Format, file: pyarrow.NativeFile) -> Source:
+def _text_source(name: str, suffix: Format, file: pyarrow.NativeFile) -> Source:
     stream = io.BufferedReader(cast(Any, file), _BUFFER)
-    columns: dict[str, bool] = {TEXT_COLUMN: True} if form == ".txt" else {}
+    columns: dict[str, bool] = {TEXT_COLUMN: True} if suffix == ".txt" else {}
 
     def rows() -> Iterator[Row | str]:
         stream.seek(0)
         stream.seek(len(_BOM) if stream.read(len(_BOM)) == _BOM else 0)
         lines = iter(lambda: stream.readline(_MAX_ROW_BYTES + 1), b"")
-        if form in _DELIMITERS:
-            return _cell_rows(lines, _DELIMITERS[form], columns)
-        return _line_rows(lines, _json_row if form == ".jsonl" else _text_row)
+        if suffix in _DELIMITERS:
+            return _cell_rows(lines, _DELIMITERS[suffix], columns)
+        return _line_rows(lines, _json_row if suffix == ".jsonl" else _text_row)
 
     def batches() -> Iterator[list[Row]]:
         batch, size = list[Row](), 0
         for row in rows():
             assert isinstance(row, Row)  # otherwise the check has raised
             batch.append(row)
-            size += row.size
+            size += row.num_bytes
             if len(batch) == _BATCH_ROWS or size > _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
         if batch:
             yield batch
 
-    _check(name, form, rows(), columns)
+    _check(name, suffix, rows(), columns)
     texts = pyarrow.schema([(column, pyarrow.string()) for column in columns])
-    return Source(columns, batches, lambda: _common_schema(name, columns, batches()) if form == ".jsonl" else texts)
+    return Source(columns, batches, lambda: _common_schema(name, columns, batches()) if suffix == ".jsonl" else texts)
 
 
-def _check(name: str, form: Format, rows: Iterator[Row | str], columns: dict[str, bool]) -> None:
-    """Read all rows, collect the columns of JSON Lines, and raise if it is invalid."""
-    problems, is_empty = list[str](), form not in _DELIMITERS
+def _check(name: str, suffix: Format, rows: Iterator[Row | str], columns: dict[str, bool]) -> None:
+    problems, is_empty = list[str](), suffix not in _DELIMITERS
     for row in rows:
         is_empty = False
         if isinstance(row, str):
             problems.append(row)
-        elif form == ".jsonl":
+        elif suffix == ".jsonl":
             for key, value in row.values.items():
                 columns[key] = columns.get(key, False) or isinstance(value, str)
         if len(columns) > _MAX_COLUMNS:
@@ -273,17 +248,14 @@ def _json_row(line: bytes) -> Row:
 def _cell_rows(lines: Iterator[bytes], delimiter: str, columns: dict[str, bool]) -> Iterator[Row | str]:
     csv.field_size_limit(_MAX_ROW_BYTES)
     reader = csv.reader((_checked(line).decode() for line in lines), delimiter=delimiter, strict=True)
-    header: list[str] | None = None
+    rows = filter(None, reader)  # without blank lines
     try:
-        for cells in reader:
-            if not cells:  # a blank line
-                continue
-            if header is None:
-                header = cells
-                columns |= dict.fromkeys(cells, True)
-                if twice := [shortened(cell) for cell, count in Counter(cells).items() if count > 1]:
-                    yield f"line {reader.line_num} names {', '.join(twice)} twice; rename the columns"
-            elif len(cells) == len(header):
+        header = next(rows, [])
+        columns |= dict.fromkeys(header, True)
+        if repeated := [shortened(cell) for cell, count in Counter(header).items() if count > 1]:
+            yield f"line {reader.line_num} names {', '.join(repeated)} twice; rename the columns"
+        for cells in rows:
+            if len(cells) == len(header):
                 yield Row(dict(zip(header, cells, strict=True)), sum(map(len, cells)))
             else:
                 problem = f"has {len(cells)} cells, expected {len(header)} as in the first line; repair it"
@@ -301,22 +273,20 @@ def _checked(line: bytes) -> bytes:
 
 
 def _common_schema(name: str, columns: Mapping[str, bool], batches: Iterator[Batch]) -> pyarrow.Schema:
-    types: dict[str, pyarrow.DataType] = dict.fromkeys(columns, pyarrow.null())
-    problems: dict[str, str] = {}
-    for batch in batches:
-        for column in types.keys() - problems.keys():
-            try:
-                found = pyarrow.array([row.values.get(column) for row in batch]).type
-                both = [pyarrow.schema([(column, kind)]) for kind in (types[column], found)]
-                types[column] = pyarrow.unify_schemas(both, promote_options="permissive").field(column).type
-            except _ARROW_ERRORS as error:
-                problems[column] = f"column {json.dumps(column)} has no common type ({first_line(error)}); write .jsonl"
-    raise_all(InputError, f"{name} as .parquet", list(problems.values()))
-    return pyarrow.schema(types.items())
+    schema = pyarrow.schema([(column, pyarrow.null()) for column in columns])
+    try:
+        for batch in batches:
+            found = pyarrow.schema(list(pyarrow.array([row.values for row in batch]).type))
+            schema = pyarrow.unify_schemas([schema, found], promote_options="permissive")
+    except (pyarrow.ArrowException, OverflowError) as error:
+        problem = f"a column has values without a common type ({first_line(error)})"
+        raise InputError(f"{name} as .parquet: {problem}; write .jsonl") from error
+    return schema
 
 
 def _parquet_source(name: str, stream: pyarrow.NativeFile) -> Source:
-    with _undamaged(name):
+    remedy = "copy it again from its source"
+    with reading_parquet(name, remedy):
         file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True)
         schema = file.schema_arrow
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
@@ -324,23 +294,13 @@ def _parquet_source(name: str, stream: pyarrow.NativeFile) -> Source:
     if len(columns) < len(schema):
         raise InputError(f"{name} has two columns of one name; rename them")
     row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    batch_rows = min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _BATCH_ROWS)
 
     def batches() -> Iterator[pyarrow.RecordBatch]:
-        with _undamaged(name):
-            yield from file.iter_batches(min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _BATCH_ROWS), use_threads=False)
+        with reading_parquet(name, remedy):
+            yield from file.iter_batches(batch_rows, use_threads=False)
 
     return Source(columns, batches, lambda: schema)
-
-
-@contextmanager
-def _undamaged(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
-        problem = f"is not a complete Parquet file ({first_line(error)})"
-        raise InputError(f"{name} {problem}; copy it again from its source") from error
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
@@ -349,30 +309,17 @@ def _is_text(kind: pyarrow.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-# ---- rows in the output format
-
-
-def output_schema(source: Source, form: Format) -> pyarrow.Schema:
-    """Return the schema of staged rows.
-
-    These are the columns for .parquet, texts of cells for .csv, and one column of JSON for .jsonl.
-
-    Raises:
-        InputError: no Parquet type holds the values of a JSON Lines file.
-    """
-    if form == ".parquet":
+def output_schema(source: Source, suffix: Format) -> pyarrow.Schema:
+    """Return the schema of staged rows: columns, or texts for CSV, or JSON for .jsonl."""
+    if suffix == ".parquet":
         return source.schema()
-    names = {".jsonl": ["row"], ".txt": []}.get(form, source.columns)
+    names = {".jsonl": ["row"], ".txt": []}.get(suffix, source.columns)
     return pyarrow.schema([(name, pyarrow.string()) for name in names])
 
 
-def output_rows(batch: Batch, form: Format, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
-    """Convert an input batch to a schema of `output_schema`.
-
-    Raises:
-        ValueError: the format cannot hold a value; pyarrow's errors are subclasses, except OverflowError.
-    """
-    if form == ".parquet":
+def output_rows(batch: Batch, suffix: Format, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    """Convert a batch to `schema`; raises ValueError, or an error of Arrow."""
+    if suffix == ".parquet":
         if isinstance(batch, pyarrow.RecordBatch):
             return batch
         rows = pyarrow.array([row.values for row in batch], pyarrow.struct(list(schema)))
@@ -380,7 +327,7 @@ def output_rows(batch: Batch, form: Format, schema: pyarrow.Schema) -> pyarrow.R
     if isinstance(batch, pyarrow.RecordBatch):
         plain = pyarrow.schema([(field.name, _plain(field.type, field.name)) for field in batch.schema])
         batch = [Row(values, 0) for values in pyarrow.Table.from_batches([batch]).cast(plain).to_pylist()]
-    if form == ".jsonl":
+    if suffix == ".jsonl":
         columns = [[row.json or _object_text(row.values) for row in batch]]
     else:
         columns = [[_cell_text(row.values.get(name)) for row in batch] for name in schema.names]
@@ -388,7 +335,7 @@ def output_rows(batch: Batch, form: Format, schema: pyarrow.Schema) -> pyarrow.R
 
 
 def _plain(kind: pyarrow.DataType, name: str) -> pyarrow.DataType:
-    """Return the type of a column in JSON and CSV; times and decimals become texts."""
+    # The type of a column in JSON and CSV; times and decimals become texts.
     types = pyarrow.types
     if types.is_dictionary(kind):
         return _plain(kind.value_type, name)
@@ -424,67 +371,50 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ---- writing
-
-
 def write_output(
-    stream: pyarrow.NativeFile,
-    form: Format,
-    schema: pyarrow.Schema,
-    parts: Iterator[tuple[pyarrow.Table, pyarrow.Table]],
+    stream: pyarrow.NativeFile, suffix: Format, schema: pyarrow.Schema, parts: Iterator[tuple[pyarrow.Table, ...]]
 ) -> None:
-    """Write staged rows and their outputs; the stream remains open.
-
-    The columns of outputs are text, score, finish reason and error. `schema` is used for Parquet and CSV.
-    """
-    if form == ".parquet":
+    """Write staged rows and their outputs: text, score, finish reason and error."""
+    tables = (pyarrow.table([*rows.columns, *answers.columns], schema=schema) for rows, answers in parts)
+    if suffix == ".parquet":
         with parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
-            for table in regrouped(map(_side_by_side, parts), _GROUP_ROWS, _GROUP_BYTES):
+            for table in regrouped(tables, _GROUP_ROWS, _GROUP_BYTES):
                 writer.write_table(table)
-    elif form in _DELIMITERS:
-        options = pyarrow.csv.WriteOptions(delimiter=_DELIMITERS[form])
+    elif suffix in _DELIMITERS:
+        options = pyarrow.csv.WriteOptions(delimiter=_DELIMITERS[suffix])
         with pyarrow.csv.CSVWriter(stream, schema, write_options=options) as writer:
-            for part in parts:
-                writer.write_table(_side_by_side(part))
-    elif form == ".jsonl":
+            for table in tables:
+                writer.write_table(table)
+    elif suffix == ".jsonl":
         for rows, answers in parts:
             objects = map(_extended, rows["row"].to_pylist(), answers.to_pylist())
             stream.write("".join(f"{text}\n" for text in objects).encode())
     else:
-        number = 0
-        for _, answers in parts:
-            is_numbered, lines = pyarrow.types.is_list(answers.schema.types[0]), list[str]()
-            for text, score in zip(*(column.to_pylist() for column in answers.columns[:2]), strict=True):
-                number += 1
-                # Without numbers, a row with an error becomes an empty line, so that line n is row n.
-                pairs = zip(text or (), score or (), strict=True) if is_numbered else [(text or "", 0.0)]
-                lines += [answer_line(one, number if is_numbered else None, two) for one, two in pairs]
+        are_lists = pyarrow.types.is_list(schema.types[0])
+        for number, row in enumerate((row for _, answers in parts for row in answers.to_pylist()), 1):
+            text, score, *_ = row.values()
+            # Without numbers, a row with an error becomes an empty line, so that line n is row n.
+            pairs = zip(text or (), score or (), strict=True) if are_lists else [(text or "", 0.0)]
+            lines = [answer_line(one, number if are_lists else None, two) for one, two in pairs]
             stream.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def regrouped(tables: Iterable[pyarrow.Table], max_rows: int, max_bytes: int) -> Iterator[pyarrow.Table]:
     """Yield the same rows in tables of at most `max_rows` and about `max_bytes`."""
-    waiting, num_rows, num_bytes = list[pyarrow.Table](), 0, 0
+    pieces, num_rows, num_bytes = list[pyarrow.Table](), 0, 0
     for table in tables:
         start = 0
         while start < table.num_rows:
             piece = table.slice(start, max_rows - num_rows)
             start, num_rows, num_bytes = start + piece.num_rows, num_rows + piece.num_rows, num_bytes + piece.nbytes
-            waiting.append(piece)
+            pieces.append(piece)
             if num_rows == max_rows or num_bytes >= max_bytes:
-                yield pyarrow.concat_tables(waiting)
-                waiting, num_rows, num_bytes = [], 0, 0
-    if waiting:
-        yield pyarrow.concat_tables(waiting)
-
-
-def _side_by_side(part: tuple[pyarrow.Table, pyarrow.Table]) -> pyarrow.Table:
-    rows, answers = part
-    for field, column in zip(answers.schema, answers.columns, strict=True):
-        rows = rows.append_column(field, column)
-    return rows
+                yield pyarrow.concat_tables(pieces)
+                pieces, num_rows, num_bytes = [], 0, 0
+    if pieces:
+        yield pyarrow.concat_tables(pieces)
 
 
 def _extended(row: str, answer: dict[str, Any]) -> str:
-    begun = row.removesuffix("}").rstrip()
-    return f"{begun}{'' if begun == '{' else ', '}{_object_text(answer).removeprefix('{')}"
+    start = row.removesuffix("}").rstrip()
+    return f"{start}{'' if start == '{' else ', '}{_object_text(answer).removeprefix('{')}"

@@ -2,8 +2,6 @@
 
 import os
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path, PurePosixPath
@@ -37,62 +35,26 @@ class BulkConfig(Config, subject="bulk"):
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run.
-
-    Attributes:
-        num_rows: rows of the input.
-        done: finished rows, including those of earlier runs.
-        left_s: estimated remaining seconds; None if the rate is unknown.
-    """
+    """Progress of a run."""
 
     num_rows: int
-    done: int
+    done: int  # including rows of earlier runs
     rows_per_s: float
-    left_s: float | None
+    left_s: float | None  # None if the rate is unknown
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a run.
-
-    Attributes:
-        num_rows: rows of the output.
-        num_decoded: rows that this run decoded; earlier runs decoded the others.
-        num_errors: rows with an error instead of an output.
-        rows_per_s: decoding rate of this run.
-    """
+    """Result of a run."""
 
     num_rows: int
-    num_decoded: int
-    num_errors: int
+    num_decoded: int  # without rows of earlier runs
+    num_errors: int  # rows with an error instead of an output
     rows_per_s: float
 
 
-class Meter:
-    """Count decoded rows and report progress."""
-
-    def __init__(self, num_rows: int, done: int, on_progress: Callable[[Progress], None] | None) -> None:
-        self._num_rows, self._former, self._on_progress = num_rows, done, on_progress
-        self._began, self._decoded = time.perf_counter(), 0
-
-    def add(self, rows: int) -> None:
-        """Add to the number of decoded rows."""
-        self.set(self._decoded + rows)
-
-    def set(self, decoded: int) -> None:
-        """Set the number of rows that this run has decoded."""
-        self._decoded = decoded
-        if self._on_progress:
-            done, rate = self._former + decoded, self.rate()
-            self._on_progress(Progress(self._num_rows, done, rate, (self._num_rows - done) / rate if rate else None))
-
-    def rate(self) -> float:
-        """Return the rows per second since the start."""
-        return self._decoded / max(time.perf_counter() - self._began, 1e-9)
-
-
 def format_of(name: str | PathLike[str]) -> Format | None:
-    """Return the format of a path or URI from its suffix; None if it is unknown."""
+    """Return the format of a path or URI, its suffix; None if it is unknown."""
     text = str(name).partition("?")[0] if "://" in str(name) else str(name)
     suffix = PurePosixPath(text).suffix.lower().replace(".ndjson", ".jsonl")
     return next((known for known in get_args(Format) if known == suffix), None)
@@ -101,7 +63,7 @@ def format_of(name: str | PathLike[str]) -> Format | None:
 def need_format(name: str | PathLike[str], argument: str) -> Format:
     """Return the format of a path or URI; raise `InputError` if it is unknown."""
     if (found := format_of(name)) is None:
-        raise InputError(f"{argument}: its suffix is not one of {', '.join(get_args(Format))}; rename it")
+        raise InputError(f"{argument}: its suffix is not one of {', '.join(get_args(Format))}; rename the file")
     return found
 
 

@@ -1,9 +1,7 @@
-"""Run a file through a model on a Ray cluster.
+"""Run a file through a model on a cluster: Ray Data gives the parts to workers.
 
-This process stages the input and joins the output; Ray Data distributes the parts to workers. Checkpoints of Ray Data
-(`ray.data.checkpoint`) do not preserve the order of rows. Parts are therefore saved as in a run on one machine, and
-each kind of run can resume the other.
-Source: https://docs.ray.io/en/latest/data/api/doc/ray.data.Dataset.map.html
+Checkpoints of Ray Data (`ray.data.checkpoint`) do not preserve the order of rows. Parts are therefore saved as in a run
+on one machine, and each kind of run can resume the other.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from typing import Annotated, Any
 import ray
 import ray.data
 
-from tfexport.bulk._files import find_place
-from tfexport.bulk._job import Part, Store, prepared
-from tfexport.bulk.config import BulkConfig, Meter, Progress, Summary, need_format
-from tfexport.bulk.run import Decoder, complete
+from tfexport.bulk._job import Meter, Part, Store, run_job
+from tfexport.bulk.config import BulkConfig, Progress, Summary
+from tfexport.bulk.run import Decoder
 from tfexport.bundle.bundle import open_bundle
 from tfexport.config import Config, Ge
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
@@ -29,8 +26,7 @@ from tfexport.generation import DecodeConfig
 from tfexport.model.load import load, load_tokenizer
 from tfexport.model.model import bundle_sha256
 
-# Maximum number of Ray Data blocks; with more parts, a block has several parts.
-_MAX_BLOCKS = 4096
+_MAX_BLOCKS = 4096  # with more parts, a block of Ray Data has several parts
 
 
 class Workers(Config, subject="workers"):
@@ -74,42 +70,26 @@ def generate_file(
 ) -> Summary:
     """Generate for every row of a file, on the cluster that `ray.init` connected to.
 
-    Outputs and resuming are those of `tfexport.bulk.run.generate_file`. If a worker dies, another one decodes its part
-    again.
-
-    Args:
-        bundle: path that this process and every worker can open.
-        source: path or URI of the input, which this process reads.
-        target: path or URI of the output; workers read and write parts next to it.
-        config: settings of the run; None for the defaults.
-        workers: processes that decode; None for one.
-        report: receives status lines.
-        on_progress: called after each finished part.
-        options: fields of `DecodeConfig`.
-
-    Raises:
-        ConfigError: `ray.init` was not called.
-        BackendError: Ray failed.
-        TfexportError: see `tfexport.bulk.run.generate_file`.
+    Arguments, outputs and errors are those of `tfexport.bulk.run.generate_file`, except for `bundle`, a path that this
+    process and every worker can open, and `workers`. This process reads `source`; workers read and write parts next to
+    `target`. If a worker dies, another one decodes its part again. Raises `BackendError` if Ray fails.
     """
     config, workers, path = config or BulkConfig(), workers or Workers(), str(bundle)
     if not ray.is_initialized():
         raise ConfigError("generate_file: there is no cluster; call ray.init first")
     with _plain_errors():
         # A worker runs the checks, because this process may lack the backend.
-        asked = ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_ask).remote(path, workers, config, options)
-        decoding, sha256, backend = ray.get(asked)
+        check = ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_check)
+        decoding, sha256, backend = ray.get(check.remote(path, workers, config, options))
     tokenizer = load_tokenizer(open_bundle(Path(path), weights=False))
-    assert tokenizer is not None  # otherwise `_ask` has raised
+    assert tokenizer is not None  # otherwise `_check` has raised
 
-    def decode(missing: Sequence[Part], meter: Meter) -> None:
+    def decode(_store: Store, missing: Sequence[Part], meter: Meter) -> None:
         if not missing:
             return
         ray.data.DataContext.get_current().enable_progress_bars = False
-        parts = ray.data.from_items(
-            [dataclasses.asdict(part) for part in missing], override_num_blocks=min(len(missing), _MAX_BLOCKS)
-        )
-        decoded = parts.map(
+        rows, num_blocks = [dataclasses.asdict(part) for part in missing], min(len(missing), _MAX_BLOCKS)
+        decoded = ray.data.from_items(rows, override_num_blocks=num_blocks).map(
             _Worker,
             fn_constructor_args=(path, str(target), config, decoding, workers),
             compute=ray.data.ActorPoolStrategy(min_size=workers.least, max_size=workers.most or workers.least),
@@ -120,14 +100,12 @@ def generate_file(
             for row in decoded.iter_rows():
                 meter.add(row["count"])
 
-    with prepared(source, target, config, decoding, tokenizer, sha256, backend, report) as store:
-        return complete(store, decode, report, on_progress)
+    return run_job(source, target, config, decoding, tokenizer, sha256, backend, decode, report, on_progress)
 
 
-def _ask(
+def _check(
     bundle: str, workers: Workers, config: BulkConfig, options: Mapping[str, Any]
 ) -> tuple[DecodeConfig, str, str]:
-    """Run a worker's checks; return decoding options, bundle hash and backend."""
     with load(bundle, **workers.load_options()) as model:
         decoder = Decoder(model, config, model.decoding(**options))
         return decoder.decoding, bundle_sha256(model), model.session.backend
@@ -136,9 +114,7 @@ def _ask(
 class _Worker:
     def __init__(self, bundle: str, target: str, config: BulkConfig, decoding: DecodeConfig, workers: Workers) -> None:
         self._decoder = Decoder(load(bundle, **workers.load_options()), config, decoding)
-        are_lists = decoding.num_return_sequences > 1
-        form = need_format(target, "output")
-        self._store = Store(find_place(target), form, config.output_column, are_lists=are_lists)
+        self._store = Store(target, config, decoding)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         part = Part(**{name: int(value) for name, value in row.items()})

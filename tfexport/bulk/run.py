@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
-from tfexport.bulk._job import NO_TEXT, Part, Store, prepared
-from tfexport.bulk.config import BulkConfig, Meter, Progress, Summary
+from tfexport.bulk._job import NO_TEXT, Meter, Part, Store, run_job
+from tfexport.bulk.config import BulkConfig, Progress, Summary
 from tfexport.decode.request import check_requests
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model, bundle_sha256
 from tfexport.model.result import Result, check_copies
-from tfexport.text.tokenizer import Tokenizer
 
-# The columns of a part: texts, scores, finish reasons, error.
-Answer = tuple[Any, Any, Any, str | None]
+_Answer = tuple[Any, Any, Any, str | None]  # texts, scores, finish reasons, error
 
 
 def generate_file(
@@ -51,32 +49,15 @@ def generate_file(
     """
     config = config or BulkConfig()
     decoder = Decoder(model, config, model.decoding(**options))
-    about = decoder.tokenizer, bundle_sha256(model), model.session.backend
 
-    def decode(missing: Sequence[Part], meter: Meter) -> None:
+    def decode(store: Store, missing: Sequence[Part], meter: Meter) -> None:
         decoded = 0
         for part in missing:
             decoder.decode(store, part, meter.add)
             meter.set(decoded := decoded + part.count)
 
-    with prepared(source, target, config, decoder.decoding, *about, report) as store:
-        return complete(store, decode, report, on_progress)
-
-
-def complete(
-    store: Store,
-    decode: Callable[[Sequence[Part], Meter], None],
-    report: Callable[[str], None],
-    on_progress: Callable[[Progress], None] | None,
-) -> Summary:
-    """Decode the missing parts of a run and write its output."""
-    missing = store.missing()
-    num_rows, num_left = (sum(part.count for part in parts) for parts in (store.parts, missing))
-    meter = Meter(num_rows, num_rows - num_left, on_progress)
-    decode(missing, meter)
-    rate = meter.rate()
-    report(f"joining {num_rows:,} rows into {store.target.name}")
-    return Summary(num_rows, num_left, store.finish(), rate)
+    facts = decoder.decoding, decoder.tokenizer, bundle_sha256(model), model.session.backend
+    return run_job(source, target, config, *facts, decode, report, on_progress)
 
 
 class Decoder:
@@ -84,7 +65,9 @@ class Decoder:
 
     def __init__(self, model: Model, config: BulkConfig, decoding: DecodeConfig) -> None:
         """Run all checks that need no text."""
-        self.tokenizer, self.decoding = need_tokenizer(model), decoding
+        if model.tokenizer is None:
+            raise InputError("this bundle has no tokenizer and reads no texts; export it with its tokenizer")
+        self.tokenizer, self.decoding = model.tokenizer, decoding
         self._model, self._config = model, config
         if decoding.replace_unknowns:
             check_copies(model.session, model.tokenizer)
@@ -93,60 +76,45 @@ class Decoder:
         check_requests(model.session, source, decoding, [begin], tokens.decode, len(tokens.text.target_prefix))
 
     def decode(self, store: Store, part: Part, on_progress: Callable[[int], None] | None = None) -> None:
-        """Decode a part as one call for the whole input would, and save it.
-
-        Raises:
-            BackendError: the backend failed, or the model computed NaN for every text.
-        """
-        texts = store.texts(part)
-        found: dict[int, Answer] = {i: (None, None, None, NO_TEXT) for i, text in enumerate(texts) if text is None}
-        while left := {place: text for place, text in enumerate(texts) if place not in found}:
+        """Decode a part as one call for the whole input would, and save it."""
+        texts = dict(enumerate(store.texts(part), part.first))
+        found: dict[int, _Answer] = {row: (None, None, None, NO_TEXT) for row, text in texts.items() if text is None}
+        while left := {row: text for row, text in texts.items() if row not in found}:
             try:
-                found |= self._generate(left, part.first, on_progress)
+                found |= self._generate(left, on_progress)
             except TfexportError as error:
                 if not error.indices:
                     raise
-                places = list(left)
-                wrong = [places[index] for index in error.indices]
-                for place in wrong:
-                    found[place] = self._alone(place, texts[place], part.first)
+                for row in [list(left)[index] for index in error.indices]:
+                    found[row] = self._generate_one(row, texts[row])
                 if len(found) == len(texts) and isinstance(error, BackendError):
                     raise
-        store.save(part, [found[place] for place in range(part.count)])
+        store.save(part, [found[row] for row in texts])
 
-    def _generate(
-        self, texts: dict[int, Any], first: int, on_progress: Callable[[int], None] | None = None
-    ) -> dict[int, Answer]:
+    def _generate(self, texts: dict[int, Any], on_progress: Callable[[int], None] | None = None) -> dict[int, _Answer]:
         prefix = self._config.prefix
         results = self._model.generate(
             list(texts.values()),
-            indices=[first + place for place in texts],  # the seed of a text depends on its index
+            indices=list(texts),  # the seed of a text depends on its index
             prefixes=None if prefix is None else [prefix] * len(texts),
             batch_size=self._config.batch_size,
             on_progress=on_progress,
             config=self.decoding,
         )
-        found: dict[int, list[Result]] = {place: [] for place in texts}
+        found: dict[int, list[Result]] = {row: [] for row in texts}
         for result in results:
-            found[result.index - first].append(result)
-        return {place: self._answer(results) for place, results in found.items()}
+            found[result.index].append(result)
+        return {row: self._answer(results) for row, results in found.items()}
 
-    def _alone(self, place: int, text: Any, first: int) -> Answer:
+    def _generate_one(self, row: int, text: Any) -> _Answer:
         try:
-            return self._generate({place: text}, first)[place]
+            return self._generate({row: text})[row]
         except TfexportError as error:
             if not error.indices:
                 raise
             return None, None, None, error.reason
 
-    def _answer(self, results: Sequence[Result]) -> Answer:
+    def _answer(self, results: Sequence[Result]) -> _Answer:
         columns = [[getattr(result, name) for result in results] for name in ("text", "score", "finish_reason")]
         texts, scores, ends = columns if self.decoding.num_return_sequences > 1 else [column[0] for column in columns]
         return texts, scores, ends, None
-
-
-def need_tokenizer(model: Model) -> Tokenizer:
-    """Return the tokenizer of a model; raise `InputError` if it has none."""
-    if model.tokenizer is None:
-        raise InputError("this bundle has no tokenizer and reads no texts; export it with its tokenizer")
-    return model.tokenizer
