@@ -214,12 +214,12 @@ def test_command_line(bundle: Path) -> None:
 
 def test_exports_that_cannot_speculate(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"forms": ("concat", "static")}, "speculation is made of the contrib form, which is not among the forms; add"),
-        ({"precision": "fp16"}, "speculation is made of the contrib form, which is not there in fp16; leave it out"),
+        ({"forms": ("concat", "static")}, "speculation needs the contrib variant; add contrib to the forms"),
+        ({"precision": "fp16"}, "speculation needs the contrib variant, which does not exist in fp16; omit it"),
     ]
     for settings, message in wrong:
         with pytest.raises(ConfigError, match=message):
             ExportConfig(speculation=True, **settings)
     save_model(tiny.model(tiny.VARIANTS["t5"], dtype=torch.float32), tmp_path / "model")
-    with pytest.raises(GraphError, match="speculation: needs the contrib form"):
+    with pytest.raises(GraphError, match="speculation: needs the contrib variant"):
         export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(speculation=True), verify=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -52,6 +53,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all axes reversed": lambda x: x.transpose(0, 2).T + 1,
     "square": lambda x: x.square() + 1,
     "a number as a tensor": lambda x: x + torch.tensor(0.5),
+    "whole numbers": lambda x: x / 4 * (x > 1) + torch.where(x < 0, 2.0, -3.0),
+    "a product of two types, or a comparison": lambda x: x.to(torch.int64) > 0.5,
+    "a product of two types, of which one is a size": lambda x: x * x.shape[0],
 }
 
 
@@ -110,12 +114,16 @@ def test_what_cannot_be_translated_as_it_is_gets_decomposed(layer: Callable[[Ten
 
 
 @pytest.mark.parametrize("name", [pytest.param("pre-std", marks=pytest.mark.slow), "modern"])
-def test_models_of_this_project_are_never_decomposed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decomposed(*_: object) -> None:
-        raise AssertionError("decomposed")
+def test_models_of_this_project_take_the_fast_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object, **__: object) -> None:
+        raise AssertionError("slow path of the exporter")
 
-    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", decomposed)
-    model = tiny.model(tiny.VARIANTS[name], dtype=torch.float32)
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", slow)
+    monkeypatch.setattr("torch.onnx._internal.exporter._core.export", slow)
+    config = tiny.VARIANTS[name]
+    assert config.decoder is not None
+    config = replace(config, encoder=replace(config.encoder, layers=1), decoder=replace(config.decoder, layers=1))
+    model = tiny.model(config, dtype=torch.float32)
     spec = model_spec(model.config, "fp32")
     assert trace_encoder(model, spec, 18).graph.outputs
     assert trace_decoder(model, spec, "static", 24).graph.outputs

@@ -69,4 +69,4 @@ def test_a_method_that_fails_names_its_line(tmp_path: Path) -> None:
 
     said = written(fail, tmp_path)
     assert said.startswith("decode_step: TypeError: 'NoneType' object is not callable (modern.py line ")
-    assert "called with 2 rows of 5 source and 3 new target tokens behind 4" in said
+    assert "called with 2 rows of 5 source tokens, 4 past and 3 new target tokens" in said

@@ -29,7 +29,7 @@ def test_a_bundle_of_graphs_alone_names_the_remedy(dates_bundle: Path, tmp_path:
     with pytest.raises(BundleError) as caught:
         write_precision(replace(bundle, manifest=replace(bundle.manifest, config=None)), "fp16", "static", tmp_path)
     assert str(caught.value) == (
-        f"{bundle.path}: holds graphs in fp32 and no model to cast; "
+        f"{bundle.path}: has graphs in fp32 and no model to cast; "
         "export it again with: tfexport onnx SOURCE --precision fp16"
     )
     assert not list(tmp_path.iterdir())

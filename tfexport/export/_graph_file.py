@@ -41,9 +41,6 @@ def save_graph(model: ir.Model, path: Path, contract: GraphSpec, *, portable: bo
     """Write a graph, and check that the file is valid ONNX and fulfills the contract.
 
     The model refers to weight files next to `path`. If `portable`, attention that TensorRT would misread is rejected.
-
-    Raises:
-        GraphError: lists every difference.
     """
     try:
         ir.save(model, path)
@@ -90,12 +87,7 @@ def refer(value: ir.Value, place: Span, directory: Path) -> None:
 
 
 def read_weight(weight: ir.Value) -> NDArray[Any]:
-    """Read an external weight.
-
-    Raises:
-        GraphError: the file is in another directory than the graph or too short, or a value is not finite.
-        OSError: the file cannot be read.
-    """
+    """Read an external weight; it has to be in the directory of the graph, and finite."""
     tensor, place, name = _external(weight), span(weight), shortened(weight.name or "")
     path = Path(tensor.base_dir) / place.location
     if Path(place.location).name != place.location or path.is_symlink():
@@ -111,7 +103,7 @@ def read_weight(weight: ir.Value) -> NDArray[Any]:
 
 
 def check_weights(graphs: Iterable[ir.Graph], subject: str) -> None:
-    """Check that external weights can be read and are finite; GraphError lists others."""
+    """Raise a GraphError that lists every external weight that is outside or not finite."""
     problems = []
     for weight in {span(weight): weight for graph in graphs for weight in external_weights(graph)}.values():
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from tfexport._io.signature import SigningKey
 from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
 from tfexport.bundle.manifest import Draft, Identity
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form, GraphEntry
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, GraphEntry
 from tfexport.errors import BackendError, ParityError
 from tfexport.export._module_probe import traits_of
 from tfexport.export._source import Source, open_source
 from tfexport.export.config import ExportConfig
-from tfexport.export.quantize.integers import fastest_form, write_integer_graphs
+from tfexport.export.quantize.integers import fastest_variant, write_integer_graphs
 from tfexport.export.write import write_graphs
 from tfexport.importing.own_module import OwnModule
 from tfexport.runtime.registry import Graphs
@@ -49,9 +49,6 @@ def export_bundle(
         sign_key: private key that signs the bundle; None leaves it unsigned.
         report: receives progress lines.
 
-    Returns:
-        The bundle, opened.
-
     Raises:
         ConfigError: the source or the key cannot be used, or the model lacks the layer or heads of the alignment.
         CheckpointError: weights or a tokenizer are missing, damaged or do not fit.
@@ -62,8 +59,8 @@ def export_bundle(
     """
     if verify and config.precision == "bf16":
         raise BackendError(
-            "onnx: bf16 cannot be verified here, ONNX Runtime has no bfloat16 kernels on the CPU; "
-            "use --precision fp16, or --no-verify to export for TensorRT unverified"
+            "onnx: bf16 cannot be verified, because ONNX Runtime has no bfloat16 kernels on the CPU; "
+            "use --precision fp16, or --no-verify to export for TensorRT without verification"
         )
     key = None if sign_key is None else SigningKey.read(sign_key)
     if isinstance(source, str):
@@ -94,9 +91,7 @@ def export_bundle(
         )
         builder.finish(draft)
     for name in builder.stale_engines:
-        report(
-            f"engine {name} was built from other graphs and may not be used; build it again, or remove engines/{name}"
-        )
+        report(f"engine {name} was built from other graphs and cannot be used; build it again or remove engines/{name}")
     return builder.bundle
 
 
@@ -112,16 +107,13 @@ def _write(
     report: Callable[[str], None],
 ) -> dict[str, GraphEntry]:
     module, spec = source.model.module, source.spec
-
-    def write(folder: Path, forms: Sequence[Form]) -> dict[str, GraphEntry]:
-        more: dict[str, Any] = {"alignment": alignment, "speculation": config.speculation}
-        return write_graphs(module, spec, folder, forms=forms, opset=config.opset, report=report, **more)
-
+    options: Any = {"opset": config.opset, "alignment": alignment, "speculation": config.speculation, "report": report}
     if config.quantization is None:
-        return write(directory, config.forms)
+        return write_graphs(module, spec, directory, forms=config.forms, **options)
     # In the bundle's directory, because the fp32 weights can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        graphs = write(Path(scratch), fastest_form(config.forms, traits_of(module, spec)))
+        fastest = fastest_variant(config.forms, traits_of(module, spec))
+        graphs = write_graphs(module, spec, Path(scratch), forms=fastest, **options)
         if ENCODER_CONTRIB in graphs:
             del graphs[ENCODER]  # belongs to the other variants of the decoder
         return write_integer_graphs(Path(scratch), graphs, directory, config.quantization, report=report)

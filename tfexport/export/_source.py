@@ -36,23 +36,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model, and the files and metadata of its bundle.
-
-    Attributes:
-        model: is traced, and is the reference for every stage.
-        spec: of the graphs, with their precision and lengths.
-        config: of the canonical model; None for a user's own module.
-        module: identifies a user's own module in the manifest.
-        tokenizer: compared with the recorded texts; None if there is no tokenizer.
-        files: of the bundle, by name.
-        checkpoint: the files that the weights were imported from, by name.
-        provenance: how they were imported.
-        versions: of the packages of a user's own module, by name.
-    """
+    """A model, and the files and metadata of its bundle."""
 
     model: EagerModel
     spec: ModelSpec
-    config: TransformerConfig | None = None
+    config: TransformerConfig | None = None  # None for a user's own module
     module: ModuleEntry | None = None
     tokenizer: Tokenizer | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -86,10 +74,9 @@ def _from_directory(directory: Path, config: ExportConfig) -> Source:
     if TOKENIZER in files:
         path = directory / TEXT  # missing in directories of earlier versions
         text = TextConfig.from_dict(read_json(path, TEXT), subject=TEXT) if os.path.lexists(path) else TextConfig()
-        named = [(str(path), files[name]) for name, path in paths.items()]
-        for name, raw in named:
-            try_tokenizer(raw, name)
-        tokenizer = Tokenizer.parse(named, found.spec, text=text)
+        for name, raw in files.items():
+            try_tokenizer(raw, str(paths[name]))
+        tokenizer = Tokenizer.parse([(str(paths[name]), raw) for name, raw in files.items()], found.spec, text=text)
     path = directory / GENERATION
     if os.path.lexists(path):
         defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
@@ -108,8 +95,12 @@ def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance | None]
     files = read_sources({} if checkpoint is None else checkpoint, f"{path}: checkpoint")
     if not {"layout", "proven"} <= set(found):
         return files, None
-    sums = {"certificate_sha256": _sha256(path), "layout_sha256": _sha256(layout) if layout.is_file() else None}
-    facts = {"layout": found["layout"], "proven": found["proven"], **sums}
+    facts = {
+        "layout": found["layout"],
+        "proven": found["proven"],
+        "certificate_sha256": _sha256(path),
+        "layout_sha256": _sha256(layout) if layout.is_file() else None,
+    }
     return files, Provenance.from_dict(facts, subject=str(path))
 
 
@@ -142,9 +133,9 @@ def _limited(spec: ModelSpec, config: ExportConfig) -> ModelSpec:
     limits = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
     lengths: dict[str, Any] = {name: length for name, length in limits.items() if length is not None}
     problems = [
-        f"{name} is {length}, above the {getattr(spec, name)} of the module's spec; ask for less, or raise that"
+        f"{name} is {length}, expected at most {maximum} as in the module's spec; lower it or raise the spec's limit"
         for name, length in lengths.items()
-        if length > getattr(spec, name)
+        if length > (maximum := getattr(spec, name))
     ]
     raise_all(ConfigError, "export", problems)
     return dataclasses.replace(spec, precision=config.graph_precision, **lengths)

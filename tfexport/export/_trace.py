@@ -3,8 +3,8 @@
 Works for any module with the methods `encode` and `decode_step` of `tfexport.nn.transformer.Transformer`, or
 `hidden_states` for an encoder-only model.
 
-To decompose operators that it does not know, the exporter traces the program again, which takes as long as the rest of
-the export. Transformers have only a few of these operators, and `lower` rewrites them.
+To decompose operators that it does not know, the exporter traces the program again, which is slow. Transformers have
+only a few of these operators, and `lower` rewrites them.
 """
 
 from __future__ import annotations
@@ -28,31 +28,17 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from tfexport.contract import (
-    LOGITS,
-    NUM_CANDIDATES,
-    SOURCE_IDS,
-    SOURCE_MASK,
-    TARGET_IDS,
-    AlignmentHeads,
-    Form,
-    GraphSpec,
-    ModelSpec,
-    TensorSpec,
-    alignment_graph,
-    decoder_graph,
-    encoder_graph,
-    key_value_names,
-)
+from tfexport import contract
+from tfexport.contract import AlignmentHeads, Form, GraphSpec, ModelSpec, TensorSpec
 from tfexport.errors import GraphError, first_line
-from tfexport.export.decoders import FORMS
+from tfexport.export.decoders import VARIANTS
 from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
 from tfexport.nn.cache import KeyValue, Source
-from tfexport.nn.eager import EncoderDecoder, align
+from tfexport.nn.eager import align
 
 _ATEN = torch.ops.aten
-# Assertions about sizes and types, which the graphs do not need.
-_NOTES = {_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default}
+# Not needed in a graph.
+_ASSERTIONS = {_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default}
 _EXPORTER = "torch.onnx._internal.exporter"
 # Exists since PyTorch 2.13.
 _STACK_TRACES = "do_not_emit_stack_traces"
@@ -62,105 +48,90 @@ _log = logging.getLogger(__name__)
 SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4, "capacity": 7}
 
 
-class _Encoder(nn.Module):
-    def __init__(self, model: nn.Module, spec: ModelSpec, source: Callable[[Tensor], Source]) -> None:
+class _Function(nn.Module):
+    """A function of a model and named inputs, as a module that owns the model's parameters."""
+
+    def __init__(self, model: nn.Module, function: Callable[[Any, dict[str, Tensor]], Any]) -> None:
         super().__init__()
-        self.model, self.has_decoder, self.source = model, spec.has_decoder, source
+        self.model, self.function = model, function
 
-    def forward(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        source_ids, source_mask = inputs[SOURCE_IDS], inputs[SOURCE_MASK]
-        if not self.has_decoder:
-            return [cast(Any, self.model).hidden_states(source_ids, source_mask).float()]
-        return _unpaired(cast(EncoderDecoder, self.model).encode(source_ids, self.source(source_mask)))
-
-
-class _Decoder(nn.Module):
-    def __init__(self, model: nn.Module, spec: ModelSpec, form: Form) -> None:
-        super().__init__()
-        self.model, self.layers, self.form = model, spec.layers, FORMS[form]
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        rest = dict(inputs)
-        target_ids, source_mask = rest.pop(TARGET_IDS), rest.pop(SOURCE_MASK)
-        cross, past = (_pair([rest.pop(name) for name in key_value_names(of, self.layers)]) for of in ("cross", "past"))
-        cache = self.form.cache(past, target_ids, **rest)
-        model = cast(EncoderDecoder, self.model)
-        return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_unpaired(cache.present)]
-
-
-class _Alignment(nn.Module):
-    def __init__(self, model: nn.Module, named: AlignmentHeads) -> None:
-        super().__init__()
-        self.model, self.named = model, named
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return align(cast(EncoderDecoder, self.model), self.named, *inputs.values())
-
-
-def _unpaired(pairs: Sequence[KeyValue]) -> list[Tensor]:
-    return [tensor for pair in pairs for tensor in (pair.key, pair.value)]
-
-
-def _pair(tensors: Sequence[Tensor]) -> list[KeyValue]:
-    return [KeyValue(key, value) for key, value in zip(tensors[::2], tensors[1::2], strict=True)]
+    def forward(self, inputs: Mapping[str, Tensor]) -> Any:
+        return self.function(self.model, dict(inputs))
 
 
 def trace_encoder(
     model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = Source
 ) -> ir.Model:
-    """Trace the encoder of a model in eval mode, in the precision of `spec`.
+    """Trace the encoder; `source` creates the self-attention of the source from its mask."""
 
-    `source` creates the self-attention of the source tokens from their mask.
-    """
-    return _trace(_Encoder(model, spec, source), encoder_graph(spec), opset, "encoder")
+    def encode(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+        source_ids, source_mask = inputs[contract.SOURCE_IDS], inputs[contract.SOURCE_MASK]
+        if not spec.has_decoder:
+            return [model.hidden_states(source_ids, source_mask).float()]
+        return _flat(model.encode(source_ids, source(source_mask)))
+
+    return _trace(_Function(model, encode), contract.encoder_graph(spec), opset, "encoder")
 
 
 def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens.
 
-    The model is in eval mode, in the precision of `spec`. The static variant needs opset 24. With `speculation`, a step
-    can return the logits of several last positions.
-
-    Raises:
-        GraphError: the model cannot be traced for every size, or the place that selects the last position is not found.
+    With `speculation`, a step can return the logits of several last positions.
     """
-    contract, present = decoder_graph(spec, form), key_value_names("present", spec.layers)
-    inputs = tuple(tensor for tensor in contract.inputs if tensor.name != NUM_CANDIDATES)
-    outputs = tuple(tensor for tensor in contract.outputs if tensor.name in (LOGITS, *present))
-    traced = _trace(_Decoder(model, spec, form), GraphSpec(inputs, outputs), opset, f"decoder, {form} form")
-    for change in FORMS[form].passes:
+    variant = VARIANTS[form]
+    cross_names, past_names, present = (contract.key_value_names(n, spec.layers) for n in ("cross", "past", "present"))
+
+    def step(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+        target_ids, source_mask = inputs.pop(contract.TARGET_IDS), inputs.pop(contract.SOURCE_MASK)
+        cross, past = (_pairs([inputs.pop(name) for name in names]) for names in (cross_names, past_names))
+        cache = variant.cache(past, target_ids, **inputs)
+        return [model.decode_step(target_ids, variant.cross(cross, source_mask), cache), *_flat(cache.present)]
+
+    graph = contract.decoder_graph(spec, form)
+    expected = GraphSpec(
+        inputs=tuple(tensor for tensor in graph.inputs if tensor.name != contract.NUM_CANDIDATES),
+        outputs=tuple(tensor for tensor in graph.outputs if tensor.name in (contract.LOGITS, *present)),
+    )
+    traced = _trace(_Function(model, step), expected, opset, f"decoder, {form} variant")
+    for change in variant.passes:
         change(traced)
     if speculation:
         keep_logits(traced)
     return traced
 
 
-def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, opset: int) -> ir.Model:
-    """Trace cross-attention weights, in basic operators and only up to their layer.
-
-    `named` is the layer and heads, as `AlignmentHeads.within` returns them.
-    """
-    return _trace(_Alignment(model, named), alignment_graph(spec), opset, "alignment")
+def trace_alignment(model: nn.Module, spec: ModelSpec, heads: AlignmentHeads, opset: int) -> ir.Model:
+    """Trace cross-attention weights, in basic operators and only up to their layer."""
+    function = _Function(model, lambda model, inputs: align(model, heads, *inputs.values()))
+    return _trace(function, contract.alignment_graph(spec), opset, "alignment")
 
 
-def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> ir.Model:
+def _flat(pairs: Sequence[KeyValue]) -> list[Tensor]:
+    return [tensor for pair in pairs for tensor in (pair.key, pair.value)]
+
+
+def _pairs(tensors: Sequence[Tensor]) -> list[KeyValue]:
+    return [KeyValue(key, value) for key, value in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def _trace(module: nn.Module, expected: GraphSpec, opset: int, subject: str) -> ir.Model:
     try:
         # Without PyTorch's cache of operator results, capturing a decoder takes two thirds of the time.
         uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
         with _quiet(), torch.no_grad(), uncached:
             program = capture(
                 module,
-                {tensor.name: _sample(tensor) for tensor in contract.inputs},
-                {tensor.name: _dynamic(tensor) for tensor in contract.inputs},
+                {tensor.name: _sample(tensor) for tensor in expected.inputs},
+                {tensor.name: _dynamic(tensor) for tensor in expected.inputs},
             )
             model = _translate(program, opset)
     except Exception as error:
         raise GraphError(
-            f"{subject}: the model does not trace ({_root_cause(error)}); "
+            f"{subject}: the model cannot be traced ({_root_cause(error)}); "
             "remove branches on tensor values and Python state from encode and decode_step"
         ) from error
     collapse_reshapes(model)
-    _name(model, contract)
+    _name(model, expected)
     return model
 
 
@@ -173,17 +144,14 @@ class Lowered(ExportedProgram):
 
 
 def capture(module: nn.Module, inputs: Mapping[str, Tensor], dynamic_shapes: Mapping[str, Any]) -> ExportedProgram:
-    """Trace a module in eval mode that takes one argument, `inputs`.
-
-    Raises the errors of `torch.export.export`.
-    """
-    given: Any = {"kwargs": {"inputs": inputs}, "dynamic_shapes": {"inputs": dynamic_shapes}}
+    """Trace a module in eval mode that takes one argument, `inputs`."""
+    options: Any = {"kwargs": {"inputs": inputs}, "dynamic_shapes": {"inputs": dynamic_shapes}}
     try:
-        return torch.export.export(module, (), **given, strict=False)
+        return torch.export.export(module, (), **options, strict=False)
     except Exception as error:  # noqa: BLE001 - a user's code can fail to trace in any way
         try:
             # Strict mode analyzes the code of the module, so `len` of a tensor is not a constant.
-            return torch.export.export(module, (), **given, strict=True)
+            return torch.export.export(module, (), **options, strict=True)
         except Exception:  # noqa: BLE001 - the first error is more helpful
             raise error from error.__cause__
 
@@ -191,13 +159,12 @@ def capture(module: nn.Module, inputs: Mapping[str, Tensor], dynamic_shapes: Map
 def lower(program: ExportedProgram) -> ExportedProgram:
     """Rewrite the operators in place that the exporter does not translate directly.
 
-    Returns:
-        The program as `Lowered`, or unchanged if an operator mutates its arguments.
+    Returns `Lowered`, or the program itself if an operator mutates its arguments.
     """
     graph = program.graph
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
-        if node.target in _NOTES:
+        if node.target in _ASSERTIONS:
             graph.erase_node(node)
         elif node.target in _REWRITES:
             _REWRITES[node.target](node)
@@ -209,73 +176,68 @@ def lower(program: ExportedProgram) -> ExportedProgram:
 
 
 def promotes(program: ExportedProgram) -> bool:
-    """Return whether an operator may convert the type of an argument implicitly.
-
-    ONNX operators never do so.
-    """
+    """Return whether an operator converts an argument implicitly, which ONNX never does."""
     return any(_promotes(node) for node in program.graph.nodes if getattr(node.target, "namespace", "") == "aten")
 
 
 def _promotes(node: Node) -> bool:
     result = node.meta.get("val")
-    if node.target is _ATEN._to_copy.default or not isinstance(result, Tensor):
+    if node.target in (_ATEN._to_copy.default, _ATEN.where.Scalar) or not isinstance(result, Tensor):
         return False
     values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
     types = {value.dtype for value in values if isinstance(value, Tensor)}
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return bool(types) and result.dtype not in types
     types -= {torch.bool}  # conditions are bool
+    # The exporter gives a Python number the type of the tensors; a size is a tensor in the graph.
+    types |= {torch.int64 for value in values if isinstance(value, torch.SymInt)}
+    types |= {torch.float32 for value in values if isinstance(value, torch.SymFloat)}
     if result.dtype != torch.bool:
         types.add(result.dtype)
-    types |= {torch.int64 for value in values if isinstance(value, int | torch.SymInt)}
-    types |= {torch.float32 for value in values if isinstance(value, float | torch.SymFloat)}
+    elif any(isinstance(value, float) for value in values) and not any(dtype.is_floating_point for dtype in types):
+        return True  # compares integers with a fraction
     return len(types) > 1
 
 
 def _cast(node: Node) -> None:
     """Remove a cast that does not change the type, except at an output of the graph."""
-    source, dtype = _tensor(node), node.args[1]
+    source, dtype = node.all_input_nodes[0], node.args[1]
     node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
     if source.meta["val"].dtype == dtype:
         _bypass(node)
 
 
 def _bypass(node: Node) -> None:
-    node.replace_all_uses_with(_tensor(node), delete_user_cb=lambda user: user.op != "output")
+    node.replace_all_uses_with(node.all_input_nodes[0], delete_user_cb=lambda user: user.op != "output")
     if not node.users:
         node.graph.erase_node(node)
 
 
-def _power(node: Node) -> None:
-    node.target, node.args = _ATEN.pow.Tensor_Scalar, (_tensor(node), 2)
+def _square(node: Node) -> None:
+    node.target, node.args = _ATEN.pow.Tensor_Scalar, (node.args[0], 2)
 
 
 def _transpose(node: Node) -> None:
-    source = _tensor(node)
+    source = node.all_input_nodes[0]
     node.target, node.args = _ATEN.permute.default, (source, list(reversed(range(source.meta["val"].dim()))))
 
 
 def _unflatten(node: Node) -> None:
-    dim, sizes = node.args[1:3]
-    assert isinstance(dim, int)
-    assert isinstance(sizes, list | tuple)
+    dim, sizes = cast(Any, node.args[1:3])
     _reshape(node, dim, dim, sizes)
 
 
 def _flatten(node: Node) -> None:
     # Only known sizes in the middle; at either end the exporter flattens without sizes.
-    shape, count = _tensor(node).meta["val"].shape, len(node.args)
-    start, end = node.args[1] if count > 1 else 0, node.args[2] if count > 2 else -1
-    assert isinstance(start, int)
-    assert isinstance(end, int)
-    start, end = start % len(shape), end % len(shape)
+    shape, dims = node.all_input_nodes[0].meta["val"].shape, cast(Any, node.args[1:])
+    start, end = (dim % len(shape) for dim in (*dims, *(0, -1)[len(dims) :]))
     sizes = [size for size in shape[start : end + 1] if isinstance(size, int)]
     if start and end < len(shape) - 1 and len(sizes) == end + 1 - start:
         _reshape(node, start, end, [math.prod(sizes)])
 
 
 def _reshape(node: Node, start: int, end: int, sizes: Sequence[Any]) -> None:
-    source = _tensor(node)
+    source = node.all_input_nodes[0]
     shape = source.meta["val"].shape
     with node.graph.inserting_before(node):
         before = [_size(source, dim) for dim in range(start % len(shape))]
@@ -292,17 +254,11 @@ def _size(source: Node, dim: int) -> Node | int:
     return size
 
 
-def _tensor(node: Node) -> Node:
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return source
-
-
 _REWRITES = {
     _ATEN.to.dtype: _cast,
     _ATEN.detach_.default: _bypass,
     _ATEN.numpy_T.default: _transpose,
-    _ATEN.square.default: _power,
+    _ATEN.square.default: _square,
     _ATEN.flatten.using_ints: _flatten,
     _ATEN.unflatten.int: _unflatten,
 }
@@ -319,26 +275,23 @@ def _translate(program: ExportedProgram, opset: int) -> ir.Model:
 
 
 def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
-    """Translate like `torch.onnx.export`, but prepare the exporter only once.
+    """Translate like `torch.onnx.export`, which has no option to skip two slow steps.
 
-    Building the operator table takes a second, and the pass that makes types explicit runs every operator again. The
-    public function has no option to skip either.
+    Building the operator table takes a second, and the pass that makes types explicit runs every operator again.
     """
     try:
         core, operators = importlib.import_module(_EXPORTER + "._core"), _operators(opset)
         export, translate = core.export, core._exported_program_to_onnx_program
     except (ImportError, AttributeError):
-        _log.info("export takes longer with this version of PyTorch, whose exporter is not known")
-        translated = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
-        assert translated is not None
-        return translated.model
+        _log.info("export is slower with this version of PyTorch, because its exporter is unknown")
+        found: Any = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+        return cast(ir.Model, found.model)
     if isinstance(program, Lowered) and not promotes(program):
-        translated = translate(program, registry=operators)
-        convert_version(translated.model, opset, fallback=True)
+        found = translate(program, registry=operators)
+        convert_version(found.model, opset, fallback=True)
     else:
-        translated = export(program, registry=operators, opset_version=opset, optimize=False, verbose=False)
-    model: ir.Model = translated.model
-    return model
+        found = export(program, registry=operators, opset_version=opset, optimize=False, verbose=False)
+    return cast(ir.Model, found.model)
 
 
 @functools.cache
@@ -361,28 +314,26 @@ def _dynamic(tensor: TensorSpec) -> dict[int, Any]:
     return {axis: torch.export.Dim.DYNAMIC for axis, dim in enumerate(tensor.shape) if isinstance(dim, str)}
 
 
-def _name(model: ir.Model, contract: GraphSpec) -> None:
+def _name(model: ir.Model, expected: GraphSpec) -> None:
     """Apply the names and dimensions of the contract, and remove machine metadata."""
-    for values, specs in ((model.graph.inputs, contract.inputs), (model.graph.outputs, contract.outputs)):
+    for values, specs in ((model.graph.inputs, expected.inputs), (model.graph.outputs, expected.outputs)):
         if len(values) != len(specs):
             raise GraphError(
                 f"the traced graph has {len(values)} inputs or outputs, expected {len(specs)}; "
-                "make the number of layers in the specification and in the model agree"
+                "give the spec as many layers as the model has"
             )
         for value, tensor in zip(values, specs, strict=True):
-            value.name = tensor.name
-            value.shape = ir.Shape(tensor.shape)
+            value.name, value.shape = tensor.name, ir.Shape(tensor.shape)
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.doc_string = model.doc_string = None
     model.producer_name, model.producer_version = "tfexport", None
-    kept = {id(value) for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values())}
     for node in model.graph:
         node.metadata_props.clear()
         node.doc_string = None
         for value in node.outputs:
             value.metadata_props.clear()
-            if id(value) not in kept:
+            if not value.is_graph_output():
                 value.shape = None
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         value.metadata_props.clear()

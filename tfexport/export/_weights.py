@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import TorchTensor
 
 from tfexport.errors import BundleError
 from tfexport.export._graph_file import Span, refer, tensor_spans
@@ -49,7 +50,7 @@ def write_weights(
     names: dict[Digest, tuple[str, ...]] = {}
     for group in [*((name,) for name in tensors), *joint]:
         whole = torch.cat([tensors[name] for name in group]) if len(group) > 1 else tensors[group[0]]
-        names.setdefault(_digest_torch(whole), group)
+        names.setdefault(_digest(TorchTensor(whole)), group)
     external: list[tuple[ir.Value, tuple[str, ...]]] = []
     digests = _Digests()
     for graph in graphs:
@@ -80,7 +81,7 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         with path.open("xb") as file:
             file.write(struct.pack("<Q", len(raw)) + raw)
             for tensor in tensors.values():
-                file.write(_raw(tensor))
+                file.write(TorchTensor(tensor).tobytes())
     except OSError as error:
         raise BundleError(
             f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
@@ -88,6 +89,8 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Digests:
+    """Digests of tensors; those of PyTorch that share memory are hashed once."""
+
     def __init__(self) -> None:
         self._known: dict[object, tuple[ir.TensorProtocol, Digest]] = {}
 
@@ -99,6 +102,10 @@ class _Digests:
         if place not in self._known:  # keeps the tensor, so that its memory is not reused
             self._known[place] = tensor, _digest(tensor)
         return self._known[place][1]
+
+
+def _digest(tensor: ir.TensorProtocol) -> Digest:
+    return tensor.dtype.name, tuple(tensor.shape.numpy()), hashlib.sha256(tensor.tobytes()).digest()
 
 
 def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]], digests: _Digests) -> None:
@@ -113,22 +120,9 @@ def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]],
             continue
         tape = ir.tape.Tape()
         weight = tape.initializer(stored)
-        turned = tape.op("Transpose", [weight], {"perm": [1, 0]})
+        transposed = tape.op("Transpose", [weight], {"perm": [1, 0]})
         del graph.initializers[name]
         graph.register_initializer(weight)
-        value.replace_all_uses_with(turned)
-        turned.name, turned.type = name, ir.TensorType(folded.dtype)
+        value.replace_all_uses_with(transposed)
+        transposed.name, transposed.type = name, ir.TensorType(folded.dtype)
         graph.insert_before(graph[0], tape.nodes)
-
-
-def _digest(tensor: ir.TensorProtocol) -> Digest:
-    return tensor.dtype.name, tuple(tensor.shape.numpy()), hashlib.sha256(tensor.tobytes()).digest()
-
-
-def _digest_torch(tensor: torch.Tensor) -> Digest:
-    dtype = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}[tensor.dtype]
-    return dtype, tuple(tensor.shape), hashlib.sha256(_raw(tensor)).digest()
-
-
-def _raw(tensor: torch.Tensor) -> memoryview:
-    return (tensor if tensor.dim() else tensor[None]).view(torch.uint8).numpy().data

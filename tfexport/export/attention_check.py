@@ -40,37 +40,36 @@ def attention_problems(model: ir.Model | bytes) -> list[str]:
     if any(node.graph is model.graph for node in nodes):
         # Without inferred shapes, attention that depends on them is reported.
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    found = [(node, " and ".join(_reasons(node, is_top=node.graph is model.graph))) for node in nodes]
     return [
         f"{node.op_type} {shortened(node.name or '')} has {reasons}, "
-        "which TensorRT drops or misreads; give it a mask [batch, 1, target_len, len] instead"
-        for node, reasons in found
-        if reasons
+        "which TensorRT ignores or misreads; use a mask [batch, 1, target_len, len] instead"
+        for node in nodes
+        if (reasons := " and ".join(_reasons(node, is_top=node.graph is model.graph)))
     ]
 
 
 def _reasons(node: ir.Node, *, is_top: bool) -> Iterator[str]:
     operator, attributes = node.op_type, node.attributes
     if operator == "Attention" and node.domain not in _STANDARD:
-        yield f"its inputs as domain {shortened(node.domain)} lays them out"
+        yield f"the input order of domain {shortened(node.domain)}"
         return
     if operator == "GroupQueryAttention":
-        yield "a causal mask and a cache of its own"
+        yield "its own causal mask and cache"
         return
     switches = [attributes[name] for name in _CAUSAL if name in attributes]
     is_causal = any(switch.is_ref() or switch.as_int() for switch in switches)
     query, key, mask = (_shape(node, place) if is_top else [] for place in (0, 1, _MASK.get(operator, -1)))
     if is_causal and (operator == "TRT_Attention" or _length(query) is None or _length(query) != _length(key)):
-        yield "is_causal where queries and keys may differ in number"
-    if operator in _PAST and any(map(_is_given, (*node.inputs[_PAST[operator]], *node.outputs[1:]))):
+        yield "is_causal although the number of queries and keys may differ"
+    if operator in _PAST and any(map(_is_set, (*node.inputs[_PAST[operator]], *node.outputs[1:]))):
         yield "past and present"
-    if operator == "Attention" and any(map(_is_given, node.inputs[_NONPAD])):
+    if operator == "Attention" and any(map(_is_set, node.inputs[_NONPAD])):
         yield "nonpad_kv_seqlen"
     if operator in _MASK and len(mask) >= 2 and mask[-2] == 1 and _length(query) != 1:
-        yield "one row of mask for several queries"
+        yield "one mask row for several queries"
 
 
-def _is_given(value: ir.Value | None) -> bool:
+def _is_set(value: ir.Value | None) -> bool:
     return value is not None and value.name != ""
 
 

@@ -1,6 +1,5 @@
 """Configuration of the export."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from tfexport.config import Config, Count, Ge, Help, Le, Size
@@ -15,66 +14,56 @@ class ExportConfig(Config, subject="export"):
     If `precision` is int8 or int4, it is the precision of the weights, for ONNX Runtime on the CPU: activations and
     caches are fp32, and only the fastest of `forms` is written. `optimize_for` is explained in `Quantization`.
 
-    Variants in `forms` that do not support the model are skipped, such as contrib if ONNX Runtime's operators cannot
-    compute it. The static variant always has opset 24. The two lengths limit the bundle's input and output, at most to
-    the model's limits.
+    `forms` are the variants of the decoder. Those that do not support the model are skipped, such as contrib if ONNX
+    Runtime's operators cannot compute it. The static variant always has opset 24. The two lengths limit the bundle's
+    input and output, at most to the model's limits.
 
     `alignment` is the cross-attention that gets its own graph. With `speculation`, the contrib variant verifies several
     tokens in one step.
     """
 
     precision: Annotated[
-        Precision | QuantizedWeights, Help("Of the weights; int8 and int4 are for ONNX Runtime on the CPU.")
+        Precision | QuantizedWeights, Help("Precision of the weights; int8 and int4 are for ONNX Runtime on the CPU.")
     ] = "fp32"
     optimize_for: Annotated[
-        OptimizeFor, Help("What int8 is fast at: up to some 16 texts at once, or large batches.")
+        OptimizeFor, Help("Make int8 fast for up to about 16 texts at a time, or for large batches.")
     ] = "latency"
     forms: Annotated[
         tuple[Form, ...],
-        Help(
-            "Of the decoder: concat is portable, static is for engines and GPUs, contrib is for ONNX Runtime on the "
-            "CPU."
-        ),
+        Help("Decoder variants: concat is portable, static for engines and GPUs, contrib for ONNX Runtime on the CPU."),
     ] = ("concat", "static", "contrib")
     opset: Annotated[
-        int, Ge(CONCAT_OPSETS[0]), Le(CONCAT_OPSETS[-1]), Help("Of the encoder and all forms but static.")
+        int, Ge(CONCAT_OPSETS[0]), Le(CONCAT_OPSETS[-1]), Help("ONNX opset of the encoder and all variants but static.")
     ] = 18
-    max_source_length: Annotated[Size | None, Help("Most source tokens; the model's limit when not given.")] = None
-    max_target_length: Annotated[Size | None, Help("Most target tokens; the model's limit when not given.")] = None
+    max_source_length: Annotated[Size | None, Help("Maximum number of source tokens; the model's if not given.")] = None
+    max_target_length: Annotated[Size | None, Help("Maximum number of target tokens; the model's if not given.")] = None
     alignment: Annotated[
         AlignmentHeads | None,
         Help(
-            "Write cross-attention as alignment too: of this decoder layer, from 0 or -1 for the last, the mean of "
-            "these heads, or of all when none is named."
+            "Export the cross-attention of this decoder layer, from 0 or -1 for the last, as alignment: the mean of "
+            "these heads, or of all heads if none is given."
         ),
     ] = None
     speculation: Annotated[
-        bool, Help("Let one step verify several tokens of a single text that copies or repeats.")
+        bool, Help("Let one step verify several tokens, for single texts that copy from the source or repeat.")
     ] = False
-    seed: Annotated[Count, Help("Of a preset's random weights.")] = 0
+    seed: Annotated[Count, Help("Seed of a preset's random weights.")] = 0
 
     def _problems(self) -> list[str]:
         problems = []
         if not self.forms or len(set(self.forms)) != len(self.forms):
-            problems.append(f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static, contrib, once each")
-        if self.speculation:
-            problems += self._speculation_problems()
-        return [*problems, *self._quantization_problems()]
-
-    def _speculation_problems(self) -> Iterator[str]:
-        if "contrib" not in self.forms:
-            yield "speculation is made of the contrib form, which is not among the forms; add it"
-        if self.precision in ("fp16", "bf16"):
-            yield f"speculation is made of the contrib form, which is not there in {self.precision}; leave it out"
-
-    def _quantization_problems(self) -> Iterator[str]:
+            found = ", ".join(self.forms) or "empty"
+            problems.append(f"forms is {found}, expected at least one of concat, static, contrib, each at most once")
+        if self.speculation and "contrib" not in self.forms:
+            problems.append("speculation needs the contrib variant; add contrib to the forms")
+        if self.speculation and self.graph_precision != "fp32":
+            problems.append(f"speculation needs the contrib variant, which does not exist in {self.precision}; omit it")
         try:
-            quantization = self.quantization
+            if self.quantization is None and self.optimize_for == "throughput":
+                problems.append(f"optimize_for is throughput, which needs int8, not {self.precision}; omit it")
         except ConfigError as error:
-            yield str(error)
-            return
-        if quantization is None and self.optimize_for == "throughput":
-            yield f"optimize_for is throughput, which is for precision int8, not {self.precision}; leave it out"
+            problems.append(str(error))
+        return problems
 
     @property
     def quantization(self) -> Quantization | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,7 @@ from tfexport.export._graph_file import external_weights, load_graph, span, tens
 
 
 def describe_graph(path: Path) -> dict[str, Any]:
-    """Read inputs, outputs, operators and names of the weight files of a graph.
-
-    Returns:
-        JSON values: `opsets` by domain, `ir_version`, the count of `operators`, most frequent first, `weight_files`,
-        and `inputs` and `outputs` as objects with `name`, `dtype` and `shape`.
-    """
+    """Return inputs, outputs, operators and names of the weight files as JSON values."""
     model = load_graph(path)
     graph = model.graph
     nodes = ir.traversal.RecursiveGraphIterator(graph)
@@ -46,5 +40,5 @@ def weight_bytes(graph: bytes) -> int:
 
 
 def _described(value: ir.Value) -> dict[str, Any]:
-    described = dataclasses.asdict(tensor_spec(value))
-    return {**described, "shape": list(described["shape"])}
+    tensor = tensor_spec(value)
+    return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,9 +27,6 @@ def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
     runtime that fuses nodes needs less; a runtime that rounds sizes up or allocates workspaces needs more.
 
     `sizes` are those of every named dimension of the inputs.
-
-    Raises:
-        GraphError: the graph cannot be read, a dimension is missing, or a size depends on more than dimensions.
     """
     model = load_graph(path)
     _fix(model.graph, sizes, path.name)
@@ -50,20 +48,21 @@ def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
     problems = [f"dimension {name} has no size" for name in sorted(map(str, names - sizes.keys()))]
     raise_all(GraphError, subject, problems)
     for value in graph.inputs:
-        assert value.shape is not None
         value.shape = _sized(value.shape, sizes)
     for node in graph:
         for value in node.outputs:
-            declared = value.shape if node.op_type == "TopK" and value.is_graph_output() else None
-            value.shape = None if declared is None else _sized(declared, sizes)
+            keeps_shape = node.op_type == "TopK" and value.is_graph_output()
+            value.shape = _sized(value.shape, sizes) if keeps_shape else None
 
 
-def _sized(shape: ir.Shape, sizes: Mapping[str, int]) -> ir.Shape:
+def _sized(shape: ir.Shape | None, sizes: Mapping[str, int]) -> ir.Shape | None:
+    if shape is None:
+        return None
     return ir.Shape([dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in shape])
 
 
 def _peak(graph: ir.Graph, subject: str) -> int:
-    free = {*graph.inputs, *graph.outputs, *graph.initializers.values()}
+    not_counted = {*graph.inputs, *graph.outputs, *graph.initializers.values()}
     owners: dict[ir.Value, ir.Value] = {}
     last: dict[ir.Value, int] = {}
     for index, node in enumerate(graph):
@@ -72,19 +71,17 @@ def _peak(graph: ir.Graph, subject: str) -> int:
         for value in (*node.inputs, *node.outputs):
             if value is not None:
                 last[owners.get(value, value)] = index
-    ends: dict[int, list[ir.Value]] = {}
-    for value, index in last.items():
-        ends.setdefault(index, []).append(value)
     problems: list[str] = []
     used = peak = 0
-    held: dict[ir.Value, int] = {}
+    freed: defaultdict[int, int] = defaultdict(int)
     for index, node in enumerate(graph):
         for value in node.outputs:
-            if value not in owners and value not in free and value in last:
-                held[value] = _bytes(value, problems)
-                used += held[value]
+            if value not in owners and value not in not_counted:
+                size = _bytes(value, problems)
+                used += size
+                freed[last[value]] += size
         peak = max(peak, used + _scratch(node))
-        used -= sum(held.pop(value, 0) for value in ends.get(index, ()))
+        used -= freed[index]
     raise_all(GraphError, subject, problems)
     return peak
 
@@ -100,6 +97,6 @@ def _scratch(node: ir.Node) -> int:
 
 def _bytes(value: ir.Value, problems: list[str]) -> int:
     if value.shape is None or value.dtype is None or not value.shape.is_static():
-        problems.append(f"the size of {shortened(value.name)} does not follow from the dimensions")
+        problems.append(f"the size of {shortened(value.name)} depends on more than the dimensions of the inputs")
         return 0
     return math.prod(value.shape.numpy()) * value.dtype.bitwidth // 8

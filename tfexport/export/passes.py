@@ -102,21 +102,17 @@ def simplify(model: ir.Model) -> None:
 def collapse_reshapes(model: ir.Model) -> None:
     """Make every Reshape read the input of the Reshape before it.
 
-    A shape that contains a 0, which copies a size of its input, is not changed. All other zeros are sizes.
+    A constant shape that contains a 0, which copies a size of its input, is not changed. All other zeros are sizes.
     """
     for node in model.graph:
-        if node.op_type != "Reshape" or _copies_a_size(node.inputs[1]):
+        shape = node.inputs[1] if node.op_type == "Reshape" else None
+        if not shape or (shape.const_value and 0 in shape.const_value.numpy()):
             continue
         node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
         source = node.inputs[0].producer() if node.inputs[0] else None
         if source and source.op_type == "Reshape":
             node.replace_input_with(0, source.inputs[0])
     standard.RemoveUnusedNodesPass()(model)
-
-
-def _copies_a_size(shape: ir.Value | None) -> bool:
-    # A shape that is computed from the sizes of inputs contains no 0.
-    return bool(shape and shape.const_value and 0 in shape.const_value.numpy())
 
 
 def join_products(model: ir.Model) -> None:
@@ -167,12 +163,10 @@ def _join(graph: ir.Graph, concat: ir.Node, products: Sequence[ir.Node]) -> None
 
 
 def append_selection(model: ir.Model) -> None:
-    """Append the selection of the best tokens to a decoder.
+    """Append the selection of the best tokens to a decoder, whose first output is its logits.
 
-    Adds the input `num_candidates` and the outputs `candidate_ids`, `candidate_logits` and `log_normalizer`. The first
-    output of the decoder is `logits` [rows, vocab]. TopK sorts, and by its definition returns the lower id first if
-    logits are equal (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime complies on the CPU, but on CUDA
-    not for every size, and TensorRT documents no order. Sessions on these sort the result.
+    If logits are equal, TopK returns the lower id first (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime
+    complies on the CPU, but on CUDA not for every size, and TensorRT documents no order. Sessions on these sort.
     """
     graph = model.graph
     logits = graph.outputs[0]
@@ -183,12 +177,12 @@ def append_selection(model: ir.Model) -> None:
     best, ids = tape.op_multi_out("TopK", [logits, count], {"axis": -1, "sorted": 1}, num_outputs=2)
     # log Σ exp = logit - log_softmax at the best token, whose probability is at least 1/vocab. Softmax is much faster
     # in ONNX Runtime than ReduceLogSumExp.
-    share = tape.op("Softmax", [logits], {"axis": -1})
+    probabilities = tape.op("Softmax", [logits], {"axis": -1})
     first = _constant(graph, "best", np.array([0], np.int64))
     best_id = tape.op("Gather", [ids, first], {"axis": 1})
     best_logit = tape.op("Gather", [best, first], {"axis": 1})
-    best_share = tape.op("GatherElements", [share, best_id], {"axis": 1})
-    total = tape.op("Sub", [best_logit, tape.op("Log", [best_share])])
+    best_probability = tape.op("GatherElements", [probabilities, best_id], {"axis": 1})
+    total = tape.op("Sub", [best_logit, tape.op("Log", [best_probability])])
     named: list[tuple[ir.Value, str, ir.DataType, str | int]] = [
         (ids, CANDIDATE_IDS, ir.DataType.INT64, "num_candidates"),
         (best, CANDIDATE_LOGITS, ir.DataType.FLOAT, "num_candidates"),
@@ -202,27 +196,24 @@ def append_selection(model: ir.Model) -> None:
 
 
 def keep_logits(model: ir.Model) -> None:
-    """Add the input `logits_to_keep`: one step can return several positions' logits.
+    """Add the input `logits_to_keep`, so that a step can return logits of several positions.
 
     The first output of the decoder changes from `logits` [rows, vocab] to [rows · logits_to_keep, vocab].
-
-    Raises:
-        GraphError: the decoder does not select the last of [rows, target_len] positions in exactly one place.
     """
     graph = model.graph
     found = [node for node in _ancestors(graph.outputs[0]) if _takes_last_position(node)]
     if len(found) != 1:
         raise GraphError(
-            f"speculation: the last position is taken in {len(found)} places of the decoder, expected one; take it "
-            "with hidden[:, -1] before the projection to the vocabulary, or export without speculation"
+            f"speculation: the decoder selects the last position in {len(found)} places, expected one; select it with "
+            "hidden[:, -1] before the projection to the vocabulary, or export without speculation"
         )
     (last,) = found
     count = ir.val(LOGITS_TO_KEEP, ir.DataType.INT64, [1])
     tape = ir.tape.Tape()
-    bounds = {"end": _END, "axis": 1}
-    end, axis = (_constant(graph, f"{LOGITS_TO_KEEP}.{name}", np.array([n], np.int64)) for name, n in bounds.items())
-    kept = tape.op("Slice", [last.inputs[0], tape.op("Neg", [count]), end, axis])
-    rows = tape.op("Flatten", [kept], {"axis": 2})
+    end = _constant(graph, f"{LOGITS_TO_KEEP}.end", np.array([_END], np.int64))
+    axis = _constant(graph, f"{LOGITS_TO_KEEP}.axis", np.array([1], np.int64))
+    positions = tape.op("Slice", [last.inputs[0], tape.op("Neg", [count]), end, axis])
+    rows = tape.op("Flatten", [positions], {"axis": 2})
     rows.type = last.outputs[0].type
     graph.insert_before(last, tape.nodes)
     last.outputs[0].replace_all_uses_with(rows)
@@ -234,15 +225,15 @@ def keep_logits(model: ir.Model) -> None:
     logits.shape = ir.Shape([ROWS_TO_KEEP, logits.shape[1]])
 
 
-def _ancestors(value: ir.Value) -> list[ir.Node]:
-    found: dict[ir.Node, None] = {}
-    waiting = [value]
-    while waiting:
-        node = waiting.pop().producer()
+def _ancestors(value: ir.Value) -> set[ir.Node]:
+    found: set[ir.Node] = set()
+    values = [value]
+    while values:
+        node = values.pop().producer()
         if node is not None and node not in found:
-            found[node] = None
-            waiting += [source for source in node.inputs if source is not None]
-    return list(found)
+            found.add(node)
+            values += [source for source in node.inputs if source is not None]
+    return found
 
 
 def _takes_last_position(node: ir.Node) -> bool:
@@ -253,9 +244,7 @@ def _takes_last_position(node: ir.Node) -> bool:
 
 
 def separate_lookups(model: ir.Model) -> None:
-    """Add a second initializer for the lookups of a table that is also multiplied.
-
-    Both initializers refer to the same bytes of the file.
+    """Add a second initializer, of the same bytes, for lookups in a table that is also multiplied.
 
     ONNX Runtime on the CPU packs the weights of products into its own memory and then frees the weight, unless another
     operator reads it too. For a table that is only looked up, memory holds only the pages that are read. On a GPU each
@@ -277,35 +266,25 @@ def separate_lookups(model: ir.Model) -> None:
 
 
 def fix_capacity(path: Path, capacity: int) -> bytes:
-    """Replace the dimension `capacity` of `decoder_static.onnx` by a number.
+    """Replace the dimension `capacity` of `decoder_static.onnx` by a number of tokens.
 
-    TensorRT needs this for in-place caches. `capacity` is the number of tokens that every cache buffer holds.
-
-    Returns:
-        A serialized ONNX model. Its weights stay in their file, so parse it with `path`.
-
-    Raises:
-        GraphError: the graph is not of the static variant, or the capacity exceeds the position table.
+    TensorRT needs this for in-place caches. The weights stay in their file, so parse the returned model with `path`.
     """
     model = load_graph(path)
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
-    buffers = [(value, shape) for value in values if _CAPACITY in (shape := [*map(_dim, value.shape or ())])]
+    buffers = [(value, list(value.shape)) for value in values if value.shape and _CAPACITY in list(value.shape)]
     if not buffers:
-        raise GraphError(f"{path.name}: has no dimension {_CAPACITY!r}; give a graph of the static variant")
-    most = min(_position_rows(model.graph), default=MAX_SIZE)
-    if not 1 <= capacity <= most:
+        raise GraphError(f"{path.name}: has no dimension {_CAPACITY!r}; use a graph of the static variant")
+    maximum = min(_position_rows(model.graph), default=MAX_SIZE)
+    if not 1 <= capacity <= maximum:
         raise GraphError(
-            f"{path.name}: capacity is {capacity}, expected 1 to {most}, the positions that the model has; "
+            f"{path.name}: capacity is {capacity}, expected 1 to {maximum}, the model's number of positions; "
             "change --max-target-length"
         )
     for value, shape in buffers:
         value.shape = ir.Shape([capacity if dim == _CAPACITY else dim for dim in shape])
     raw: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
     return raw
-
-
-def _dim(dim: int | ir.SymbolicDim) -> int | str | None:
-    return dim if isinstance(dim, int) else dim.value
 
 
 def _position_rows(graph: ir.Graph) -> list[int]:

@@ -123,8 +123,8 @@ def test_what_needs_wide_weights_is_refused_with_the_remedy(int4: Path) -> None:
     ("options", "message"),
     [
         ({"precision": "int4", "optimize_for": "throughput"}, "ONNX Runtime multiplies 4 bits weight-only; use int8"),
-        ({"precision": "fp16", "optimize_for": "throughput"}, "for precision int8, not fp16; leave it out"),
-        ({"optimize_for": "throughput"}, "for precision int8, not fp32; leave it out"),
+        ({"precision": "fp16", "optimize_for": "throughput"}, "which needs int8, not fp16; omit it"),
+        ({"optimize_for": "throughput"}, "which needs int8, not fp32; omit it"),
         ({"optimize_for": "size"}, "optimize_for is 'size', expected 'latency' or 'throughput'"),
         ({"precision": "fp8"}, "precision is 'fp8', expected 'fp32' or 'fp16' or 'bf16' or 'int8' or 'int4'"),
     ],

@@ -209,7 +209,7 @@ def test_what_is_small_or_no_plain_linear_map_stays(tmp_path: Path) -> None:
     for name in ("w1", "w2", "w3", "w4", "b4"):
         np.testing.assert_array_equal(tensors[name], weights[name])
     assert lines == [f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes of weights as int4"]
-    with pytest.raises(GraphError, match=r"^int8: no linear map has 4096 weights; export with fp32$"):
+    with pytest.raises(GraphError, match=r"^int8: no linear map has at least 4096 weights; export with fp32$"):
         small = write(tmp_path / "more" / "source", nodes[1:2], {"w1": weights["w1"]}, 31)
         write_integer_graphs(tmp_path / "more" / "source", small, tmp_path / "more" / "out", WAYS["int8"])
 

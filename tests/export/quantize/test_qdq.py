@@ -194,7 +194,7 @@ def test_uneven_inputs_are_int8_and_said(tmp_path: Path) -> None:
     graphs = chain(tmp_path / "source", "ggm", (64, 140, 128, 64))
     lines: list[str] = []
     quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", "int4", report=lines.append)
-    assert lines[1:] == ["of these 1 as int8: they have inputs that 64 does not divide"]
+    assert lines[1:] == ["1 of them as int8, because 64 does not divide the number of their inputs"]
     graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph
     types = {weight.name: weight.data_type for weight in graph.initializer}
     assert types["w1_narrow"] == TensorProto.INT8

@@ -117,7 +117,7 @@ def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
 
 
 # The trained model. The slow ones: its other precisions, and every preset in the one that fuses attention; whole, every
-# preset in all. Without them, tests/export/passes/test_capacity.py and the test below show that attention is fused.
+# preset in all. Without them, tests/export/test_capacity.py and the test below show that attention is fused.
 @pytest.mark.parametrize(
     ("model", "precision"),
     [

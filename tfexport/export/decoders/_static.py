@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tfexport.contract import STATIC_OPSET
-from tfexport.export.decoders._form import DecoderForm, TracedCache
+from tfexport.export.decoders._variant import DecoderVariant, TracedCache
 from tfexport.nn.cache import MASK_FILL, Cross, KeyValue, dot_product_attention, merge_rows, split_rows
 
 
@@ -21,11 +21,7 @@ class StaticCache(TracedCache):
     """
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:
-        """Begin a step of `target_ids` [rows, target_len].
-
-        `past` are the buffers, [rows, kv_heads, capacity, …]; `cache_lengths`, int64 [rows], is the number of tokens in
-        each row's buffers.
-        """
+        """Begin a step: `past` [rows, kv_heads, capacity, …] holds `cache_lengths` [rows] tokens."""
         self.past, self._cache_lengths = past, cache_lengths
         self.present = []
         positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1])
@@ -47,8 +43,8 @@ class StaticCache(TracedCache):
             version=STATIC_OPSET,
         )
 
-    def _context(self, query: Tensor, kept: KeyValue, bias: Tensor | None, scale: float, softcap: float) -> Tensor:
-        return _attention(query, kept, self.mask, bias, scale, softcap)
+    def _context(self, query: Tensor, stored: KeyValue, bias: Tensor | None, scale: float, softcap: float) -> Tensor:
+        return _attention(query, stored, self.mask, bias, scale, softcap)
 
 
 class StaticCross(Cross):
@@ -61,7 +57,7 @@ class StaticCross(Cross):
 
 
 def _attention(
-    query: Tensor, kept: KeyValue, mask: Tensor, bias: Tensor | None, scale: float, softcap: float
+    query: Tensor, stored: KeyValue, mask: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
     """Compute `dot_product_attention` in one operator, which becomes ONNX `Attention`.
 
@@ -70,13 +66,13 @@ def _attention(
     operators, because runtimes disagree whether the operator's `softcap` comes before or after the mask.
     """
     if softcap:
-        return dot_product_attention(query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap)
+        return dot_product_attention(query, stored.key, stored.value, mask, bias, scale=scale, softcap=softcap)
     mask = torch.where(mask, 0.0 if bias is None else bias, MASK_FILL).to(query.dtype)
-    mask = mask.expand(query.shape[0], -1, query.shape[2], kept.key.shape[2])
-    is_grouped = query.shape[1] != kept.key.shape[1]
+    mask = mask.expand(query.shape[0], -1, query.shape[2], stored.key.shape[2])
+    is_grouped = query.shape[1] != stored.key.shape[1]
     return F.scaled_dot_product_attention(
-        query, kept.key, kept.value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+        query, stored.key, stored.value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
     )
 
 
-STATIC = DecoderForm(cache=StaticCache, cross=StaticCross, opset=STATIC_OPSET)
+STATIC = DecoderVariant(cache=StaticCache, cross=StaticCross, opset=STATIC_OPSET)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tfexport.contract import ENCODER_CONTRIB
-from tfexport.export.decoders._form import SUPPORTED, DecoderForm, ModuleTraits, TracedCache, unsupported
+from tfexport.export.decoders._variant import SUPPORTED, DecoderVariant, ModuleTraits, TracedCache, unsupported
 from tfexport.export.passes import join_products
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import MASK_FILL, Cross, KeyValue, Source
@@ -30,24 +30,23 @@ def supports(traits: TransformerConfig | ModuleTraits, precision: Precision) -> 
     """List the properties of a model that the operators cannot compute."""
     if isinstance(traits, ModuleTraits):
         has_decoder, width, value_width = traits.has_decoder, traits.head_dim, traits.value_dim
-        others = ["a layer attends in its own way, not through cache.attend"] if traits.by_hand else []
+        others = ["a layer computes attention itself instead of calling cache.attend"] if traits.by_hand else []
         others += ["scores are capped"] if traits.softcap else []
     else:
         has_decoder, others = traits.decoder is not None, unsupported(traits, _SUPPORTED)
         width, value_width = (traits.d_k("decoder"), traits.d_v("decoder")) if has_decoder else (0, 0)
     if not has_decoder:
-        return ["it is an encoder alone"]
+        return ["the model is encoder-only"]
     problems = []
-    if width != value_width or width % _HEAD_DIM_STEP:
-        problems.append(f"keys and values are not equally wide, or {_HEAD_DIM_STEP} does not divide that")
-    return [*problems, *others, *([f"it is {precision}"] if precision != "fp32" else [])]
+    if width != value_width:
+        problems.append(f"keys have width {width} and values {value_width}, expected equal widths")
+    elif width % _HEAD_DIM_STEP:
+        problems.append(f"heads have width {width}, expected a multiple of {_HEAD_DIM_STEP}")
+    return [*problems, *others, *([f"precision is {precision}, expected fp32"] if precision != "fp32" else [])]
 
 
 def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Return the parameters that the contrib variant reads as one matrix.
-
-    They have to be stored next to each other.
-    """
+    """Yield groups of parameters that the contrib variant reads as one matrix."""
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention) and name.endswith(".self"):
             for kind, _ in module.q.named_parameters():
@@ -69,11 +68,10 @@ class ContribCache(TracedCache):
         last_position: Tensor,
         total_length: Tensor,
     ) -> None:
-        """Begin a step.
+        """Begin a step: `past` are the buffers, [rows, kv_heads, capacity, head_dim].
 
-        `past` are the buffers, [rows, kv_heads, capacity, head_dim]. `positions`, int64 [rows, target_len], and
-        `last_position`, int32 [rows], are those of the new tokens. `total_length`, int32 [1], counts the tokens in the
-        cache after the step.
+        `positions`, int64 [rows, target_len], and `last_position`, int32 [rows], are those of the new tokens.
+        `total_length`, int32 [1], counts the tokens in the cache after the step.
         """
         self.past, self.present = past, []
         self.positions, self.key_len = positions, past[0].key.shape[2]
@@ -116,21 +114,19 @@ class ContribCache(TracedCache):
 
 
 class ContribCross(Cross):
-    """Cross-attention with the beams of a source as query positions.
-
-    Therefore no key is repeated.
-    """
+    """Cross-attention with the beams of a source as query positions, so that no key is repeated."""
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `Cross`."""
-        kept = self.key_values[layer]
-        heads, width = kept.key.shape[1], kept.value.shape[3]
+        key, value = self.key_values[layer].key, self.key_values[layer].value
+        heads, width = key.shape[1], value.shape[3]
         shared = query.shape[1] // heads
+        if shared > 1:
+            # The operator does not support shared keys, so query heads that share a key become query positions.
+            query = query.unflatten(1, (heads, shared)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call]
+        context = _attention(query, key, value, self.mask, heads * width, scale, scales_query=True)
         if shared == 1:
-            return _attention(query, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
-        # The operator does not support shared keys, so query heads that share a key become query positions.
-        queries = query.unflatten(1, (heads, shared)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call]
-        context = _attention(queries, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
+            return context
         return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -168,8 +164,8 @@ def _attention(
 ) -> Tensor:
     """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask`.
 
-    `scales_query` scales the queries before the operator, which then uses a kernel that is up to twice as fast for
-    queries of one token, as in a decode step.
+    With `scales_query`, the queries are scaled before the operator, which then uses a kernel that is up to twice as
+    fast in a decode step.
     """
     packed = _by_rows(query, mask)
     if scales_query and scale != 1:
@@ -198,7 +194,7 @@ def _by_rows(x: Tensor, rows: Tensor) -> Tensor:
     return operator("Reshape", (x, shape), dtype=x.dtype, shape=sizes, version=18)
 
 
-CONTRIB = DecoderForm(
+CONTRIB = DecoderVariant(
     supports=supports,
     cache=ContribCache,
     cross=ContribCross,

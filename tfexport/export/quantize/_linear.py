@@ -17,21 +17,13 @@ LEAST_WEIGHTS = 4096
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A MatMul or Gemm with a matrix from the weight file.
-
-    Attributes:
-        node: the MatMul or Gemm.
-        weight: the initializer, [outputs, inputs] or [inputs, outputs].
-        outputs: axis of the outputs in `weight`, 0 or 1.
-        bias: added to the product, if any.
-        is_projection: whether it computes the logits.
-    """
+    """A MatMul or Gemm with a matrix from the weight file."""
 
     node: ir.Node
-    weight: ir.Value
-    outputs: int
+    weight: ir.Value  # [outputs, inputs] or [inputs, outputs]
+    outputs: int  # axis of the outputs in `weight`, 0 or 1
     bias: ir.Value | None
-    is_projection: bool
+    is_projection: bool  # computes the logits
 
     @property
     def is_plain(self) -> bool:
@@ -47,22 +39,19 @@ def linear_maps(graph: ir.Graph) -> Iterator[LinearMap]:
     projection = _projection(graph)
     for node in graph:
         operand = node.inputs[1] if node.op_type in ("MatMul", "Gemm") else None
-        turn = operand.producer() if operand else None
-        is_turned = turn is not None and is_transpose(turn)
-        weight = turn.inputs[0] if turn and is_turned else operand
-        if weight and is_large_matrix(weight):
-            axis = 0 if bool(node.attributes.get_int("transB", 0)) != is_turned else 1
+        producer = operand.producer() if operand else None
+        transpose = producer if producer and _is_transpose(producer) else None
+        weight = transpose.inputs[0] if transpose else operand
+        if weight and _is_large_matrix(weight):
+            axis = 0 if bool(node.attributes.get_int("transB", 0)) != (transpose is not None) else 1
             bias = node.inputs[2] if len(node.inputs) > 2 else None
             yield LinearMap(node, weight, axis, bias, node is projection)
 
 
 def only_linear(graphs: Iterable[ir.Graph]) -> dict[Span, int]:
-    """Find the matrices that only linear maps read, in all graphs.
+    """Find the matrices that only linear maps read, in all graphs; return their output axes.
 
     The output projection is excluded, because it decides between close logits and is often also the embedding.
-
-    Returns:
-        The axis of the outputs of each matrix.
     """
     axes: dict[Span, set[int | None]] = defaultdict(set)
     for graph in graphs:
@@ -81,24 +70,22 @@ def lookups(graph: ir.Graph) -> Iterator[ir.Node]:
     """Yield the embeddings: each Gather of rows of a large matrix by token id."""
     for node in graph:
         is_gather = node.op_type == "Gather" and not node.attributes.get_int("axis", 0)
-        if is_gather and node.inputs[0] and is_large_matrix(node.inputs[0]) and node.inputs[1] in graph.inputs:
+        if is_gather and node.inputs[0] and _is_large_matrix(node.inputs[0]) and node.inputs[1] in graph.inputs:
             yield node
 
 
-def is_large_matrix(value: ir.Value) -> bool:
-    """Return whether a value is a matrix in the weight file with 4096 weights or more."""
+def _is_large_matrix(value: ir.Value) -> bool:
     tensor = value.const_value
     return isinstance(tensor, ir.ExternalTensor) and len(tensor.shape) == 2 and tensor.size >= LEAST_WEIGHTS
 
 
-def is_transpose(node: ir.Node) -> bool:
-    """Return whether a node transposes a matrix."""
+def _is_transpose(node: ir.Node) -> bool:
     return node.op_type == "Transpose" and node.attributes.get_ints("perm", ()) == (1, 0)
 
 
 def _readers(weight: ir.Value) -> Iterator[ir.Node]:
     for node, _ in weight.uses():
-        if is_transpose(node):
+        if _is_transpose(node):
             yield from (reader for reader, _ in node.outputs[0].uses())
         else:
             yield node

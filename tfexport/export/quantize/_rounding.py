@@ -24,28 +24,18 @@ _LEAST_SCALE = {"float16": 2.0**-17, "float32": 2.0**-126, "bfloat16": 2.0**-126
 
 @dataclass(frozen=True)
 class Rounded:
-    """Inputs and attributes of a DequantizeLinear that restores the matrix.
+    """Inputs and attributes of a DequantizeLinear that restores the matrix."""
 
-    Attributes:
-        values: of the narrow type, [rows, columns] like the matrix.
-        scales: of the matrix's type: [outputs]; with blocks, the shape of the matrix with inputs / block.
-        axis: of the outputs; with blocks, of the inputs.
-        block: number of inputs that share a scale; 0 if all do.
-    """
-
-    values: NDArray[Any]
-    scales: NDArray[Any]
-    axis: int
-    block: int
+    values: NDArray[Any]  # of the narrow type, [rows, columns] like the matrix
+    scales: NDArray[Any]  # of the matrix's type: [outputs]; with blocks, the shape of the matrix with inputs / block
+    axis: int  # of the outputs; with blocks, of the inputs
+    block: int  # number of inputs that share a scale; 0 if all do
 
 
 def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rounded:
     """Round to nearest; the largest weight of each group becomes the largest value.
 
-    Args:
-        matrix: float32, float16 or bfloat16 [rows, columns], finite.
-        weights: the narrow type. If `BLOCK` does not divide the inputs, int4 becomes int8.
-        outputs: the axis of the outputs, 0 or 1.
+    `outputs` is the axis of the outputs. If `BLOCK` does not divide the inputs, int4 becomes int8.
     """
     inputs = 1 - outputs
     length = matrix.shape[inputs]
@@ -67,30 +57,18 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
 
 @dataclass(frozen=True)
 class Blocks:
-    """Weights of MatMulNBits and GatherBlockQuantized: (value - zero point) · scale.
+    """Weights of MatMulNBits and GatherBlockQuantized: (value - zero point) · scale."""
 
-    Attributes:
-        values: uint8 [outputs, blocks, block · bits / 8]; the first of two values is in the low half of a byte.
-        scales: float32 [outputs, blocks].
-        zero_points: uint8 [outputs, blocks · bits / 8, rounded up], packed in the same way.
-        block: number of inputs that share a scale; the last block is padded with zeros.
-    """
-
-    values: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    zero_points: NDArray[np.uint8]
-    block: int
+    values: NDArray[np.uint8]  # [outputs, blocks, block · bits / 8]; the first of two values is in the low half
+    scales: NDArray[np.float32]  # [outputs, blocks]
+    zero_points: NDArray[np.uint8]  # [outputs, blocks · bits / 8, rounded up], packed in the same way
 
 
 def round_blocks(matrix: NDArray[np.float32], bits: int, block: int) -> Blocks:
     """Round to nearest; the range of each block is its smallest to largest weight.
 
-    The range includes 0, and 0 stays 0. The layout is documented in https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
-
-    Args:
-        matrix: float32 [outputs, inputs], finite.
-        bits: 8 or 4.
-        block: number of inputs that share a scale, a power of 2 from 16.
+    The range includes 0, and 0 stays 0. `block` inputs share a scale; the last block is padded with zeros. The layout
+    is documented in https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
     """
     largest = 2**bits - 1
     padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % block)))
@@ -100,7 +78,7 @@ def round_blocks(matrix: NDArray[np.float32], bits: int, block: int) -> Blocks:
     scales = np.maximum(high / largest - low / largest, _LEAST_SCALE["float32"]).astype(np.float32)
     zero_points = np.rint(-low / scales).clip(0, largest)
     values = np.rint(groups / scales[..., None] + zero_points[..., None]).clip(0, largest)
-    return Blocks(_pack(values, bits), scales, _pack(zero_points, bits), block)
+    return Blocks(_pack(values, bits), scales, _pack(zero_points, bits))
 
 
 def _pack(values: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:

@@ -32,7 +32,7 @@ from tfexport.export._graph_file import (
     span,
     tensor_spans,
 )
-from tfexport.export.decoders import FORMS, ModuleTraits
+from tfexport.export.decoders import VARIANTS, ModuleTraits
 from tfexport.export.quantize._linear import LEAST_WEIGHTS, LinearMap, linear_maps, lookups
 from tfexport.export.quantize._rounding import round_blocks, round_matrix
 from tfexport.nn.config import TransformerConfig
@@ -53,11 +53,11 @@ _SIGNED, _UNSIGNED = (127, 128), (255, 0)
 _LEAST_MAGNITUDE = 1e-30
 
 
-def fastest_form(forms: Sequence[Form], traits: TransformerConfig | ModuleTraits) -> tuple[Form, ...]:
+def fastest_variant(forms: Sequence[Form], traits: TransformerConfig | ModuleTraits) -> tuple[Form, ...]:
     """Return the fastest variant that supports a model; only this one is quantized."""
     fastest: tuple[Form, ...] = ("contrib", "static", "concat")
-    able = [form for form in fastest if form in forms and not FORMS[form].supports(traits, "fp32")]
-    return tuple(able[:1] or forms)
+    supported = [form for form in fastest if form in forms and not VARIANTS[form].supports(traits, "fp32")]
+    return tuple(supported[:1] or forms)
 
 
 def write_integer_graphs(
@@ -68,21 +68,11 @@ def write_integer_graphs(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Write graphs whose linear maps and embeddings have 8 or 4 bits.
+    """Read the fp32 graphs in `source`; write graphs with 8 or 4 bits to `directory`.
 
     The output projection and the embeddings always have 8 bits, because models/dates needs them. Norms, biases,
     position tables, matrices below 4096 weights and scaled Gemms do not change, and neither do inputs and outputs.
-
-    Args:
-        source: directory of the fp32 graphs and of their weight file.
-        graphs: to read, by name; all share the weight file. `reorder` is for GPUs and is skipped.
-        directory: another directory; receives the graphs under their file names and `weights.safetensors`.
-        quantization: how weights are stored.
-        report: receives progress lines.
-
-    Raises:
-        GraphError: a graph has no large linear map; lists every weight outside `source` or not finite.
-        BundleError: the disk is full.
+    `reorder` is for GPUs and is skipped.
     """
     graphs = {name: entry for name, entry in graphs.items() if name != REORDER}
     models = {name: load_graph(source / entry.file) for name, entry in graphs.items()}
@@ -102,34 +92,26 @@ def write_integer_graphs(
 
 
 class _Store:
-    """The tensors of the new weight file; each weight is stored once per kind.
-
-    Attributes:
-        names: of the tensors of the old file.
-        tensors: of the new file, by name.
-        parts: initializers that become references when the file is written, each with the name of its tensor.
-    """
+    """The tensors of the new weight file; each weight is stored once per kind."""
 
     def __init__(self, names: Mapping[Span, str]) -> None:
-        self.names = names
+        self.names = names  # of the tensors of the old file
         self.tensors: dict[str, NDArray[Any]] = {}
-        self.parts: list[tuple[ir.Value, str]] = []
-        self._made: dict[tuple[Span, _Kind, int], list[str]] = {}
+        # Initializers that become references when the file is written, each with the name of its tensor.
+        self.references: list[tuple[ir.Value, str]] = []
+        self._stored: dict[tuple[Span, _Kind, int], list[str]] = {}
 
     def put(self, weight: ir.Value, kind: _Kind, outputs: int = 0) -> list[str]:
-        """Store a weight and return the names of its tensors.
-
-        These are the weight itself, or values, scales and, for blocks, zero points.
-        """
+        """Store a weight; return the names of its values, scales and zero points, or its own."""
         key = (span(weight), kind, outputs)
-        if key not in self._made:
+        if key not in self._stored:
             # Joint parameters have no name in the file; their names in graphs begin with the module `model`.
             name = self.names.get(span(weight), (weight.name or "").removeprefix("model."))
             tensors = _round(name, read_weight(weight), kind, outputs)
             assert not tensors.keys() & self.tensors.keys()
-            self._made[key] = list(tensors)
+            self._stored[key] = list(tensors)
             self.tensors.update(tensors)
-        return self._made[key]
+        return self._stored[key]
 
     def save(self, path: Path) -> None:
         try:
@@ -140,7 +122,7 @@ class _Store:
             ) from error
         path.chmod(0o644)  # safetensors creates files that only their owner can read
         spans = tensor_spans(path)
-        for value, tensor in self.parts:
+        for value, tensor in self.references:
             refer(value, spans[tensor], path.parent)
 
 
@@ -151,16 +133,15 @@ class _IntegerGraph:
         self, graph: ir.Graph, store: _Store, quantization: Quantization, many_rows: frozenset[Span] | set[Span]
     ) -> None:
         self._graph, self._store, self._quantization, self._many_rows = graph, store, quantization, many_rows
-        self._constants: dict[str, ir.Value] = {}
         self._parts: dict[str, ir.Value] = {}
         self._rounded: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
 
     def rewrite(self) -> None:
-        graph, old = self._graph, external_weights(self._graph)
+        graph, old = self._graph, sorted(external_weights(self._graph), key=lambda weight: weight.name or "")
         maps = [found for found in linear_maps(graph) if found.is_plain]
         if not maps:
             raise GraphError(
-                f"{self._quantization.weights}: no linear map has {LEAST_WEIGHTS} weights; export with fp32"
+                f"{self._quantization.weights}: no linear map has at least {LEAST_WEIGHTS} weights; export with fp32"
             )
         tables = list(lookups(graph))
         for found in maps:
@@ -170,20 +151,19 @@ class _IntegerGraph:
         for weight in old:
             del graph.initializers[weight.name or ""]
         still_read = {node for node in graph if node.op_type != "Transpose" or node.outputs[0].uses()}
-        for weight in sorted(old, key=lambda weight: weight.name or ""):
+        for weight in old:
             if any(node in still_read for node, _ in weight.uses()):
                 (tensor,) = self._store.put(weight, "plain")
                 self._parts[weight.name or ""] = weight
-                self._store.parts.append((weight, tensor))
-        for value in (*self._constants.values(), *self._parts.values()):
+                self._store.references.append((weight, tensor))
+        for value in self._parts.values():
             graph.register_initializer(value)
 
     def _replace(self, node: ir.Node, tape: ir.tape.Tape, output: ir.Value) -> None:
         ir.convenience.replace_nodes_and_values(self._graph, node, [node], tape.nodes, node.outputs, [output])
 
     def _linear(self, found: LinearMap) -> tuple[ir.tape.Tape, ir.Value]:
-        tape, node = ir.tape.Tape(), found.node
-        kind = self._kind(found)
+        tape, node, kind = ir.tape.Tape(), found.node, self._kind(found)
         tensors = [self._part(tensor) for tensor in self._store.put(found.weight, kind, found.outputs)]
         bias = [] if found.bias is None else [found.bias]
         if kind == "int8_columns":
@@ -193,10 +173,10 @@ class _IntegerGraph:
         assert found.weight.shape is not None
         inputs, outputs = found.weight.shape.numpy()[1 - found.outputs], found.weight.shape.numpy()[found.outputs]
         bits = 4 if kind == "int4_blocks" else 8
-        settings = {"accuracy_level": _ACCURACY_LEVEL, "bits": bits, "block_size": _block(inputs, bits)}
+        attributes = {"K": inputs, "N": outputs, "bits": bits, "block_size": _block(inputs, bits)}
+        attributes["accuracy_level"] = _ACCURACY_LEVEL
         read = [node.inputs[0], *tensors, *([None, *bias] if bias else [])]
-        sizes = {"K": inputs, "N": outputs, **settings}
-        return tape, tape.op("MatMulNBits", read, sizes, domain=_DOMAIN, name=node.name)
+        return tape, tape.op("MatMulNBits", read, attributes, domain=_DOMAIN, name=node.name)
 
     def _kind(self, found: LinearMap) -> _Kind:
         if self._quantization.weights == "int4":
@@ -261,11 +241,11 @@ class _IntegerGraph:
         if name not in self._parts:
             array = self._store.tensors[tensor].reshape(shape or self._store.tensors[tensor].shape)
             self._parts[name] = _initializer(name, array)
-            self._store.parts.append((self._parts[name], tensor))
+            self._store.references.append((self._parts[name], tensor))
         return self._parts[name]
 
     def _constant(self, name: str, array: NDArray[Any]) -> ir.Value:
-        return self._constants.setdefault(name, _initializer(name, array))
+        return self._parts.setdefault(name, _initializer(name, array))
 
 
 def _initializer(name: str, array: NDArray[Any]) -> ir.Value:
@@ -289,9 +269,8 @@ def _round(name: str, array: NDArray[Any], kind: _Kind, outputs: int) -> dict[st
         return {f"{name}.{kind}.values": rounded.values.T.copy(), f"{name}.{kind}.scales": rounded.scales}
     bits = 4 if kind == "int4_blocks" else 8
     blocks = round_blocks(matrix, bits, _block(matrix.shape[1], bits))
-    made: dict[str, NDArray[Any]] = {
-        "values": blocks.values,
-        "scales": blocks.scales,
-        "zero_points": blocks.zero_points,
+    return {
+        f"{name}.{kind}.values": blocks.values,
+        f"{name}.{kind}.scales": blocks.scales,
+        f"{name}.{kind}.zero_points": blocks.zero_points,
     }
-    return {f"{name}.{kind}.{part}": array for part, array in made.items()}

@@ -45,22 +45,10 @@ def quantize_graphs(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Write graphs that store the matrices of linear maps in a narrower type.
+    """Read graphs that share weights in `source`; write them with narrower matrices to `directory`.
 
     A weight that several graphs share is stored once. If 64 does not divide the inputs of a matrix, int4 becomes int8.
     Inputs and outputs do not change; the opset becomes at least 19, or 21 for int4.
-
-    Args:
-        source: directory of the graphs and of their weight files.
-        graphs: all that share weights, by name.
-        directory: another directory; receives the graphs under their file names and `weights.bin`.
-        weights: the narrow type.
-        report: receives progress lines.
-
-    Raises:
-        GraphError: a graph is not valid ONNX or has no large linear map; lists every weight outside `source` or not
-            finite.
-        OSError: a weight file cannot be read, or the new one cannot be written.
     """
     models = {name: _load(source / entry.file, FORMATS[weights].qdq_opset) for name, entry in graphs.items()}
     bodies = [model.graph for model in models.values()]
@@ -82,7 +70,7 @@ def _load(path: Path, opset: int) -> ir.Model:
             convert_version(model, opset)
     except Exception as error:
         raise GraphError(
-            f"{path.name}: cannot be raised to opset {opset} ({first_line(error)}); export it again"
+            f"{path.name}: cannot be converted to opset {opset} ({first_line(error)}); export it again"
         ) from error
     model.ir_version = max(model.ir_version, _IR_VERSION)
     return model
@@ -94,7 +82,7 @@ def _move(
     """Write every weight once, in the narrow type if only linear maps read it."""
     chosen = only_linear(graphs)
     if not chosen:
-        raise GraphError(f"{weights}: no linear map has {LEAST_WEIGHTS} weights; build without --weights")
+        raise GraphError(f"{weights}: no linear map has at least {LEAST_WEIGHTS} weights; build without --weights")
     check_weights(graphs, weights)
     external = {span(weight): weight for graph in graphs for weight in external_weights(graph)}
     moved: dict[Span, _Weight] = {}
@@ -111,7 +99,7 @@ def _move(
             moved[place] = {"": _write(file, array)}, {}
     report(f"{len(chosen)} of {len(external)} weights are stored as {weights}")
     if uneven:
-        report(f"of these {uneven} as int8: they have inputs that {BLOCK} does not divide")
+        report(f"{uneven} of them as int8, because {BLOCK} does not divide the number of their inputs")
     return moved
 
 

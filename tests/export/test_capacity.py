@@ -78,7 +78,7 @@ def test_positions_beyond_the_table_are_refused(dates_bundle: Path, capacity: in
     with pytest.raises(GraphError) as caught:
         fix_capacity(dates_bundle / "decoder_static.onnx", capacity)
     assert str(caught.value) == (
-        f"decoder_static.onnx: capacity is {capacity}, expected 1 to 16, the positions that the model has; "
+        f"decoder_static.onnx: capacity is {capacity}, expected 1 to 16, the model's number of positions; "
         "change --max-target-length"
     )
 
@@ -89,7 +89,7 @@ def test_relative_positions_have_no_table_to_leave(variant: Callable[[str], Path
 
 
 def test_another_graph_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match=r"^decoder\.onnx: has no dimension 'capacity'; give a graph of the static"):
+    with pytest.raises(GraphError, match=r"^decoder\.onnx: has no dimension 'capacity'; use a graph of the static"):
         fix_capacity(dates_bundle / "decoder.onnx", 8)
     (tmp_path / "cut.onnx").write_bytes((dates_bundle / "decoder.onnx").read_bytes()[:999])
     with pytest.raises(GraphError, match=r"cut\.onnx: is not an ONNX model"):

@@ -41,33 +41,20 @@ SUPPORTED: Supported = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleTraits:
-    """Properties of a user's own module that a variant may not support.
-
-    Attributes:
-        has_decoder: False for an encoder-only module.
-        by_hand: whether a decoder layer computes attention itself from the cache's keys and values.
-        softcap: whether scores are capped anywhere.
-        head_dim: width of one head's keys.
-        value_dim: width of one head's values.
-    """
+    """Properties of a user's own module that a variant may not support."""
 
     has_decoder: bool = True
-    by_hand: bool = False
-    softcap: bool = False
+    by_hand: bool = False  # a decoder layer computes attention itself from the cache's keys and values
+    softcap: bool = False  # scores are capped somewhere
     head_dim: int = 0
     value_dim: int = 0
 
 
 class TracedCache(Cache):
-    """A cache whose buffers are inputs and outputs of a graph.
-
-    Attributes:
-        past: one `KeyValue` per layer; not changed.
-        present: filled by `attend`, complete after every layer has attended.
-    """
+    """A cache whose buffers are inputs and outputs of a graph, one `KeyValue` per layer."""
 
     past: Sequence[KeyValue]
-    present: list[KeyValue]
+    present: list[KeyValue]  # filled by `attend`
 
 
 def supports_config(traits: TransformerConfig | ModuleTraits, precision: Precision) -> list[str]:
@@ -76,12 +63,11 @@ def supports_config(traits: TransformerConfig | ModuleTraits, precision: Precisi
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderForm:
+class DecoderVariant:
     """A variant of the decoder: its cache and its attention.
 
     Attributes:
-        supports: lists what the variant does not support, given the precision and a configuration, or the traits of a
-            user's own module.
+        supports: lists the properties of a model that the variant does not support.
         cache: creates the self-attention of the decoder from the past of every layer, the new tokens and the other
             inputs of the variant, by their names in the contract.
         cross: creates the cross-attention from the result of the encoder and the mask.
@@ -103,17 +89,16 @@ class DecoderForm:
 
 
 # The eager computation, traced without changes. Every ONNX runtime can run it.
-CONCAT = DecoderForm(cache=ConcatCache)
+CONCAT = DecoderVariant(cache=ConcatCache)
 
 
 def unsupported(config: TransformerConfig, supported: Supported) -> list[str]:
     """List the fields of a configuration whose values are not supported."""
-    problems = []
-    for path, value in _fields(config):
-        values = supported.get(path.rpartition(".")[2], ())
-        if values is not None and value not in values:
-            problems.append(f"{path} is {value}")
-    return problems
+    return [
+        f"{path} is {value}"
+        for path, value in _fields(config)
+        if (values := supported.get(path.rpartition(".")[2], ())) is not None and value not in values
+    ]
 
 
 def _fields(config: TransformerConfig | StackConfig, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -34,7 +34,7 @@ def attention(*inputs: str, outputs: tuple[str, ...] = ("y",), op: str = "Attent
 
 
 CAUSAL = attention(is_causal=1)
-UNEQUAL = "is_causal where queries and keys may differ in number"
+UNEQUAL = "is_causal although the number of queries and keys may differ"
 PAST = "past and present"
 BAD = {
     "is_causal": (model(CAUSAL), UNEQUAL),
@@ -42,7 +42,7 @@ BAD = {
     "past alone": (model(attention("", "pk", "pv"), pk=CACHE, pv=CACHE), PAST),
     "present alone": (model(attention(outputs=("y", "a", "b"))), PAST),
     "nonpad_kv_seqlen": (model(attention("", "", "", "n"), n=["batch"]), "nonpad_kv_seqlen"),
-    "row mask": (model(attention("m"), m=["batch", 1, 1, "source_len"]), "one row of mask for several queries"),
+    "row mask": (model(attention("m"), m=["batch", 1, 1, "source_len"]), "one mask row for several queries"),
     "unidirectional": (
         model(attention(op="MultiHeadAttention", domain=MICROSOFT, num_heads=8, unidirectional=1)),
         UNEQUAL,
@@ -51,8 +51,8 @@ BAD = {
         model(attention("", "", "", "pk", "pv", op="MultiHeadAttention", domain=MICROSOFT), pk=CACHE, pv=CACHE),
         PAST,
     ),
-    "grouped": (model(attention(op="GroupQueryAttention", domain=MICROSOFT)), "a causal mask and a cache of its own"),
-    "name of another domain": (model(attention(domain=MICROSOFT)), "its inputs as domain 'com.microsoft' lays them"),
+    "grouped": (model(attention(op="GroupQueryAttention", domain=MICROSOFT)), "its own causal mask and cache"),
+    "name of another domain": (model(attention(domain=MICROSOFT)), "the input order of domain 'com.microsoft'"),
     "TensorRT's own": (model(attention(op="TRT_Attention", is_causal=1), keys="target_len"), UNEQUAL),
 }
 RIGHT = {
@@ -71,7 +71,7 @@ def test_what_would_be_wrong_is_named(name: str) -> None:
     operator = graph.graph.node[0].op_type
     assert problem.startswith(f"{operator} 'a' has ")
     assert reason in problem
-    assert problem.endswith("which TensorRT drops or misreads; give it a mask [batch, 1, target_len, len] instead")
+    assert problem.endswith("which TensorRT ignores or misreads; use a mask [batch, 1, target_len, len] instead")
 
 
 @pytest.mark.parametrize("name", RIGHT)
