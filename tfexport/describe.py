@@ -156,7 +156,7 @@ def _certificate(path: Path) -> dict[str, Any] | None:
 def _inspect_graph(path: Path) -> dict[str, Any]:
     if importlib.util.find_spec("onnx") is None:
         raise GraphError(f"{path}: reading a graph needs the onnx package; {install_command('onnx')}")
-    from tfexport.export.describe import describe_graph
+    from tfexport.export.graph_file import describe_graph
 
     return {"kind": "graph", "path": str(path), **_file(path), **describe_graph(path)}
 

@@ -31,9 +31,9 @@ from tfexport.contract import DECODER, GraphEntry, ModelSpec, decoder_graph
 from tfexport.errors import BackendError, ConfigError, GraphError, ParityError
 from tfexport.export import _pipeline as pipeline
 from tfexport.export import export_bundle
-from tfexport.export._graph_file import save_graph
 from tfexport.export._trace import trace_encoder
 from tfexport.export.config import ExportConfig
+from tfexport.export.graph_file import save_graph
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_model, save_model
 from tfexport.nn.stored import read_header

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfexport.export._graph_file import span
 from tfexport.export._weights import write_weights
+from tfexport.export.graph_file import span
 from tfexport.export.passes import append_selection, collapse_reshapes, join_products, separate_lookups
 from tfexport.export.reorder import reorder_graph
 from tfexport.precision import Precision

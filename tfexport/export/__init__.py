@@ -13,7 +13,7 @@ __all__ = ["export_bundle", "export_module"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public function on first use (PEP 562), because the pipeline imports every stage."""
+    """Import a public function on first use: the pipeline imports every stage."""
     if name not in __all__:
         raise AttributeError(f"module 'tfexport.export' has no attribute {name!r}")
     return getattr(importlib.import_module("tfexport.export._pipeline"), name)

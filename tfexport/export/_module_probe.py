@@ -19,6 +19,7 @@ from tfexport.precision import FLOAT
 
 # Different sizes, so that swapped dimensions are found.
 _BATCH, _SOURCE_LEN, _PAST_LEN, _TARGET_LEN = 2, 5, 4, 3
+_SUBJECT = "the module does not fit its spec"
 T = TypeVar("T")
 
 
@@ -34,15 +35,21 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTr
     if not spec.has_decoder:
         states = _call("hidden_states", lambda: cast(Any, model).hidden_states(source_ids, mask))
         expected = [_BATCH, _SOURCE_LEN, spec.d_model]
-        _raise(_shape_problems("hidden_states returns", states, expected, "batch, source_len, d_model"))
+        raise_all(
+            GraphError,
+            _SUBJECT,
+            _shape_problems("hidden_states returns", states, expected, "batch, source_len, d_model"),
+        )
         return ModuleTraits(has_decoder=False)
     module, softcaps, cache_softcaps = cast(EncoderDecoder, model), list[float](), list[float]()
     source = _recording(Source(mask), softcaps)
     pairs = _call("encode", lambda: module.encode(source_ids, source))
-    _raise(_pair_problems(pairs, spec))
+    raise_all(GraphError, _SUBJECT, _pair_problems(pairs, spec))
     target_ids = torch.zeros(_BATCH, _TARGET_LEN, dtype=torch.int64)
-    cross = _recording(Cross(pairs, mask), softcaps)
-    cache = _recording(ConcatCache([_past(spec)] * spec.layers, target_ids), cache_softcaps)
+    cross, dtype = _recording(Cross(pairs, mask), softcaps), getattr(torch, FLOAT[spec.precision])
+    rows, widths = (_BATCH, spec.cache_heads, _PAST_LEN), (spec.head_dim, spec.value_dim)
+    past = KeyValue(*(torch.zeros(*rows, width, dtype=dtype) for width in widths))
+    cache = _recording(ConcatCache([past] * spec.layers, target_ids), cache_softcaps)
     logits: object = _call("decode_step", lambda: module.decode_step(target_ids, cross, cache))
     problems = _shape_problems("decode_step returns", logits, [_BATCH, spec.vocab], "rows, vocab: of the last position")
     if len(cache.present) != spec.layers:
@@ -52,7 +59,7 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTr
         )
     elif isinstance(logits, Tensor) and logits.dtype != torch.float32:
         problems.append(f"decode_step returns {logits.dtype}, expected torch.float32; end it with .float()")
-    _raise(problems)
+    raise_all(GraphError, _SUBJECT, problems)
     return ModuleTraits(
         by_hand=len(cache_softcaps) < spec.layers,
         softcap=any((*softcaps, *cache_softcaps)),
@@ -74,11 +81,6 @@ def _recording(attention: T, softcaps: list[float]) -> T:
 
     cast(Any, attention).attend = recorded
     return attention
-
-
-def _past(spec: ModelSpec) -> KeyValue:
-    rows, dtype = (_BATCH, spec.cache_heads, _PAST_LEN), getattr(torch, FLOAT[spec.precision])
-    return KeyValue(*(torch.zeros(*rows, width, dtype=dtype) for width in (spec.head_dim, spec.value_dim)))
 
 
 def _call(method: str, call: Callable[[], T]) -> T:
@@ -108,7 +110,3 @@ def _pair_problems(pairs: object, spec: ModelSpec) -> list[str]:
 def _shape_problems(subject: str, found: object, expected: list[int], names: str) -> list[str]:
     shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
     return [] if shape == expected else [f"{subject} {shape}, expected {expected}: {names}"]
-
-
-def _raise(problems: Sequence[str]) -> None:
-    raise_all(GraphError, "the module does not fit its spec", problems)

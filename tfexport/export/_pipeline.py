@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tfexport._io.signature import SigningKey
 from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
 from tfexport.bundle.manifest import Draft, Identity
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, GraphEntry
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, GraphEntry
 from tfexport.errors import BackendError, ParityError
 from tfexport.export._module_probe import traits_of
 from tfexport.export._source import Source, open_source
@@ -66,14 +67,15 @@ def export_bundle(
     if isinstance(source, str):
         report(f"loading {source}")
     opened = open_source(source, config, report)
-    alignment = config.alignment.within(opened.spec) if config.alignment else None
+    if config.alignment:
+        config = replace(config, alignment=config.alignment.within(opened.spec))
     with create_bundle(output, force=force, key=key) as builder:
         if builder.drops_signature:
             report(SIGNATURE_DROPPED)
-        graphs = _write(opened, builder.path, config, alignment, report)
+        graphs = _write(opened, builder.path, config, report)
         for name, raw in opened.files.items():
             (builder.path / name).write_bytes(raw)
-        parity = _verified(opened, builder.path, graphs, config, alignment, report) if verify else None
+        parity = _verified(opened, builder.path, graphs, config, report) if verify else None
         made_with = {name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")}
         draft = Draft(
             spec=opened.spec,
@@ -83,7 +85,7 @@ def export_bundle(
             parity=parity,
             quantization=config.quantization,
             text=opened.tokenizer.text if opened.tokenizer else TextConfig(),
-            alignment=alignment,
+            alignment=config.alignment,
             checkpoint=opened.checkpoint,
             provenance=opened.provenance,
             identity=identity or Identity(),
@@ -100,14 +102,10 @@ export_module = export_bundle
 
 
 def _write(
-    source: Source,
-    directory: Path,
-    config: ExportConfig,
-    alignment: AlignmentHeads | None,
-    report: Callable[[str], None],
+    source: Source, directory: Path, config: ExportConfig, report: Callable[[str], None]
 ) -> dict[str, GraphEntry]:
     module, spec = source.model.module, source.spec
-    options: Any = {"opset": config.opset, "alignment": alignment, "speculation": config.speculation, "report": report}
+    options: Any = {name: getattr(config, name) for name in ("opset", "alignment", "speculation")} | {"report": report}
     if config.quantization is None:
         return write_graphs(module, spec, directory, forms=config.forms, **options)
     # In the bundle's directory, because the fp32 weights can be larger than /tmp.
@@ -124,13 +122,13 @@ def _verified(
     directory: Path,
     graphs: Mapping[str, GraphEntry],
     config: ExportConfig,
-    alignment: AlignmentHeads | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     report("verifying")
     paths = {name: directory / graph.file for name, graph in graphs.items()}
     weights = config.quantization.weights if config.quantization else None
-    stages = Stages(source.model, Graphs(paths, source.spec, weights, alignment=alignment), tokenizer=source.tokenizer)
+    opened = Graphs(paths, source.spec, weights, alignment=config.alignment)
+    stages = Stages(source.model, opened, tokenizer=source.tokenizer)
     found = verify_stages(stages, VerifyConfig.quick(), report=report)
     if not found.passed:
         raise ParityError("onnx: " + "; ".join(found.problems()))

@@ -1,10 +1,8 @@
 """Trace a model into graphs: the encoder, the decoder variants and the alignment.
 
-Works for any module with the methods `encode` and `decode_step` of `tfexport.nn.transformer.Transformer`, or
-`hidden_states` for an encoder-only model.
-
-To decompose operators that it does not know, the exporter traces the program again, which is slow. Transformers have
-only a few of these operators, and `lower` rewrites them.
+Works for any module with the methods of `tfexport.nn.transformer.Transformer`: `encode` and `decode_step`, or
+`hidden_states`. The exporter traces a program again to decompose operators that it does not know, which is slow.
+Transformers have only a few of these operators, and `lower` rewrites them.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4
 
 
 class _Function(nn.Module):
-    """A function of a model and named inputs, as a module that owns the model's parameters."""
+    """A function of a model and named inputs, as a module with the parameters."""
 
     def __init__(self, model: nn.Module, function: Callable[[Any, dict[str, Tensor]], Any]) -> None:
         super().__init__()
@@ -62,7 +60,7 @@ class _Function(nn.Module):
 def trace_encoder(
     model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = Source
 ) -> ir.Model:
-    """Trace the encoder; `source` creates the self-attention of the source from its mask."""
+    """Trace the encoder; `source` creates its self-attention from the mask."""
 
     def encode(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         source_ids, source_mask = inputs[contract.SOURCE_IDS], inputs[contract.SOURCE_MASK]
@@ -74,10 +72,7 @@ def trace_encoder(
 
 
 def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
-    """Trace one step of the decoder, without the selection of tokens.
-
-    With `speculation`, a step can return the logits of several last positions.
-    """
+    """Trace one step of the decoder, without the selection of tokens."""
     variant = VARIANTS[form]
     cross_names, past_names, present = (contract.key_value_names(n, spec.layers) for n in ("cross", "past", "present"))
 
@@ -157,10 +152,7 @@ def capture(module: nn.Module, inputs: Mapping[str, Tensor], dynamic_shapes: Map
 
 
 def lower(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite the operators in place that the exporter does not translate directly.
-
-    Returns `Lowered`, or the program itself if an operator mutates its arguments.
-    """
+    """Rewrite operators in place; return `Lowered` unless one mutates arguments."""
     graph = program.graph
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
@@ -176,7 +168,7 @@ def lower(program: ExportedProgram) -> ExportedProgram:
 
 
 def promotes(program: ExportedProgram) -> bool:
-    """Return whether an operator converts an argument implicitly, which ONNX never does."""
+    """Return whether an operator converts an argument, which ONNX never does."""
     return any(_promotes(node) for node in program.graph.nodes if getattr(node.target, "namespace", "") == "aten")
 
 
@@ -275,7 +267,7 @@ def _translate(program: ExportedProgram, opset: int) -> ir.Model:
 
 
 def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
-    """Translate like `torch.onnx.export`, which has no option to skip two slow steps.
+    """Translate like `torch.onnx.export`, but skip two slow steps if possible.
 
     Building the operator table takes a second, and the pass that makes types explicit runs every operator again.
     """
@@ -343,22 +335,18 @@ def _name(model: ir.Model, expected: GraphSpec) -> None:
 def _quiet() -> Iterator[None]:
     """Silence the exporter, and switch off settings that are slow or unsupported."""
     logger, attention, config = logging.getLogger("torch"), torch.backends.mha, torch.fx.config
-    level, has_fast_path, is_collecting = logger.level, attention.get_fastpath_enabled(), gc.isenabled()
-    traces = getattr(config, _STACK_TRACES, None)
-    logger.setLevel(logging.CRITICAL)
-    attention.set_fastpath_enabled(False)  # ONNX has no operator for a whole layer of torch.nn
-    gc.disable()  # a trace creates many objects and little garbage
-    if traces is not None:
-        setattr(config, _STACK_TRACES, True)  # recording one for each operator is slow
     nowhere = io.StringIO()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
+        stack.callback(attention.set_fastpath_enabled, attention.get_fastpath_enabled())
+        attention.set_fastpath_enabled(False)  # ONNX has no operator for a whole layer of torch.nn
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()  # a trace creates many objects and little garbage
+        if hasattr(config, _STACK_TRACES):
+            stack.callback(setattr, config, _STACK_TRACES, getattr(config, _STACK_TRACES))
+            setattr(config, _STACK_TRACES, True)  # recording one for each operator is slow
         with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
-    finally:
-        logger.setLevel(level)
-        attention.set_fastpath_enabled(has_fast_path)
-        if is_collecting:
-            gc.enable()
-        if traces is not None:
-            setattr(config, _STACK_TRACES, traces)

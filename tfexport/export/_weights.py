@@ -1,7 +1,6 @@
 """Write the weight file that all graphs share: safetensors, used as external data.
 
-The file has every parameter once, under its name in the model, so that the eager model can be rebuilt from it. Graphs
-refer to it by offset.
+It has every parameter once, under its name in the model, so that the eager model can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
 from tfexport.errors import BundleError
-from tfexport.export._graph_file import Span, refer, tensor_spans
+from tfexport.export.graph_file import Span, refer, tensor_spans
 
 Digest = tuple[str, tuple[int, ...], bytes]
 
@@ -37,13 +36,9 @@ def write_weights(
 ) -> None:
     """Write the weight file and make the graphs refer to it.
 
-    Args:
-        path: of the file, in the directory of the graphs.
-        parameters: of the model, by name, without tied duplicates.
-        graphs: changed in place. Initializers that are equal to a parameter become references to the file; those equal
-            to its transpose become transposed references. Other constants stay in the graph.
-        joint: names of parameters to store next to each other, so that an initializer that is equal to their
-            concatenation becomes a reference too.
+    Initializers that are equal to a parameter become references to the file; those equal to its transpose become
+    transposed references. Other constants stay in the graph. Parameters of a group in `joint` are stored next to each
+    other, so that an initializer that is equal to their concatenation becomes a reference too.
     """
     tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
     joint = list(joint)
@@ -95,10 +90,9 @@ class _Digests:
         self._known: dict[object, tuple[ir.TensorProtocol, Digest]] = {}
 
     def __call__(self, tensor: ir.TensorProtocol) -> Digest:
-        raw: object = getattr(tensor, "raw", None)
-        place: object = id(tensor)
-        if isinstance(raw, torch.Tensor):
-            place = raw.data_ptr(), raw.dtype, raw.shape, raw.stride()
+        raw: Any = getattr(tensor, "raw", None)
+        is_torch = isinstance(raw, torch.Tensor)
+        place = (raw.data_ptr(), raw.dtype, raw.shape, raw.stride()) if is_torch else id(tensor)
         if place not in self._known:  # keeps the tensor, so that its memory is not reused
             self._known[place] = tensor, _digest(tensor)
         return self._known[place][1]

@@ -1,8 +1,7 @@
 """Find attention that TensorRT accepts silently but computes incorrectly.
 
 TensorRT's parser ignores `nonpad_kv_seqlen`, reads `is_causal` as "query i attends to keys 0 to i" even if the cache is
-not empty, and identifies operators by name only, so it takes an operator of another domain for ONNX's own. Past and
-present, which TensorRT rejects, are reported too, with a remedy.
+not empty, and ignores the domain of an operator. Past and present, which TensorRT rejects, are reported too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ _STANDARD = ("", "ai.onnx")
 # Inputs of ONNX Attention (https://onnx.ai/onnx/operators/onnx__Attention.html) and of com.microsoft
 # MultiHeadAttention (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md).
 _PAST = {"Attention": slice(4, 6), "MultiHeadAttention": slice(6, 10)}
-_NONPAD = slice(6, 7)
 _MASK = {"Attention": 3, "MultiHeadAttention": 5}
 _CAUSAL = ("is_causal", "unidirectional")
 
@@ -63,7 +61,7 @@ def _reasons(node: ir.Node, *, is_top: bool) -> Iterator[str]:
         yield "is_causal although the number of queries and keys may differ"
     if operator in _PAST and any(map(_is_set, (*node.inputs[_PAST[operator]], *node.outputs[1:]))):
         yield "past and present"
-    if operator == "Attention" and any(map(_is_set, node.inputs[_NONPAD])):
+    if operator == "Attention" and any(map(_is_set, node.inputs[6:7])):
         yield "nonpad_kv_seqlen"
     if operator in _MASK and len(mask) >= 2 and mask[-2] == 1 and _length(query) != 1:
         yield "one mask row for several queries"

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxscript import optimizer
 
 from tfexport.errors import GraphError, raise_all, shortened
-from tfexport.export._graph_file import load_graph
+from tfexport.export.graph_file import load_graph
 
 # Fold only computations of shapes; constants up to this size need little memory.
 _FOLDED_ITEMS = 1024
@@ -22,11 +22,9 @@ _VIEWS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
     """Return the peak memory of activations if a graph runs node by node.
 
-    Every result is counted from its node to its last reader, together with its views. `Attention` is counted with its
-    scores and their softmax in float32, as if no kernel fused it. Weights, inputs and outputs are not counted. A
-    runtime that fuses nodes needs less; a runtime that rounds sizes up or allocates workspaces needs more.
-
-    `sizes` are those of every named dimension of the inputs.
+    Every result counts from its node to its last reader, together with its views. `Attention` counts with its scores
+    and their softmax in float32, as if no kernel fused it. Weights, inputs and outputs do not count. A runtime that
+    fuses nodes needs less, one with workspaces more. `sizes` are those of the named dimensions of the inputs.
     """
     model = load_graph(path)
     _fix(model.graph, sizes, path.name)
@@ -56,9 +54,8 @@ def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
 
 
 def _sized(shape: ir.Shape | None, sizes: Mapping[str, int]) -> ir.Shape | None:
-    if shape is None:
-        return None
-    return ir.Shape([dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in shape])
+    sized = [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in shape or ()]
+    return None if shape is None else ir.Shape(sized)
 
 
 def _peak(graph: ir.Graph, subject: str) -> int:

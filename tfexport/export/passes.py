@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -17,25 +17,14 @@ from onnxscript.optimizer import fold_constants
 from onnxscript.rewriter import RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
 
+from tfexport import contract
 from tfexport.config import MAX_SIZE
-from tfexport.contract import (
-    CACHE_LENGTHS,
-    CANDIDATE_IDS,
-    CANDIDATE_LOGITS,
-    LOG_NORMALIZER,
-    LOGITS,
-    LOGITS_TO_KEEP,
-    NUM_CANDIDATES,
-    ROWS_TO_KEEP,
-)
 from tfexport.errors import GraphError
-from tfexport.export._graph_file import load_graph
+from tfexport.export.graph_file import load_graph
 
 _CAPACITY = "capacity"
 # Operators between `cache_lengths` and the index of the position table.
 _SAME_POSITION = ("Add", "Cast", "Identity", "Reshape", "Unsqueeze")
-# As a bound of a slice, this means the end of an axis.
-_END = np.iinfo(np.int64).max
 
 # Rules of onnxscript that apply to transformers, by the operator that they start from. Trying only these is much faster
 # than trying every rule at every node, and gives the same graphs.
@@ -75,8 +64,7 @@ class _AtOperator:
 
 
 class _Rewrite(InPlacePass):
-    _placed: ClassVar[list[Any]] = [_AtOperator(rule, operator) for operator, some in _RULES.items() for rule in some]
-    _rules = RewriteRuleSet(_placed)
+    _rules = RewriteRuleSet([cast(Any, _AtOperator(rule, name)) for name, some in _RULES.items() for rule in some])
 
     def call(self, model: ir.Model) -> PassResult:
         folded = fold_constants(model, onnx_shape_inference=True)
@@ -163,16 +151,15 @@ def _join(graph: ir.Graph, concat: ir.Node, products: Sequence[ir.Node]) -> None
 
 
 def append_selection(model: ir.Model) -> None:
-    """Append the selection of the best tokens to a decoder, whose first output is its logits.
+    """Append the selection of the best tokens to a decoder.
 
     If logits are equal, TopK returns the lower id first (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime
     complies on the CPU, but on CUDA not for every size, and TensorRT documents no order. Sessions on these sort.
     """
     graph = model.graph
     logits = graph.outputs[0]
-    assert logits.name == LOGITS
     assert logits.shape is not None
-    count = ir.val(NUM_CANDIDATES, ir.DataType.INT64, [1])
+    count = ir.val(contract.NUM_CANDIDATES, ir.DataType.INT64, [1])
     tape = ir.tape.Tape()
     best, ids = tape.op_multi_out("TopK", [logits, count], {"axis": -1, "sorted": 1}, num_outputs=2)
     # log Σ exp = logit - log_softmax at the best token, whose probability is at least 1/vocab. Softmax is much faster
@@ -184,9 +171,9 @@ def append_selection(model: ir.Model) -> None:
     best_probability = tape.op("GatherElements", [probabilities, best_id], {"axis": 1})
     total = tape.op("Sub", [best_logit, tape.op("Log", [best_probability])])
     named: list[tuple[ir.Value, str, ir.DataType, str | int]] = [
-        (ids, CANDIDATE_IDS, ir.DataType.INT64, "num_candidates"),
-        (best, CANDIDATE_LOGITS, ir.DataType.FLOAT, "num_candidates"),
-        (total, LOG_NORMALIZER, ir.DataType.FLOAT, 1),
+        (ids, contract.CANDIDATE_IDS, ir.DataType.INT64, "num_candidates"),
+        (best, contract.CANDIDATE_LOGITS, ir.DataType.FLOAT, "num_candidates"),
+        (total, contract.LOG_NORMALIZER, ir.DataType.FLOAT, 1),
     ]
     for value, name, dtype, width in named:
         value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape([logits.shape[0], width])
@@ -196,7 +183,7 @@ def append_selection(model: ir.Model) -> None:
 
 
 def keep_logits(model: ir.Model) -> None:
-    """Add the input `logits_to_keep`, so that a step can return logits of several positions.
+    """Add the input `logits_to_keep`, the number of positions with logits.
 
     The first output of the decoder changes from `logits` [rows, vocab] to [rows · logits_to_keep, vocab].
     """
@@ -208,10 +195,10 @@ def keep_logits(model: ir.Model) -> None:
             "hidden[:, -1] before the projection to the vocabulary, or export without speculation"
         )
     (last,) = found
-    count = ir.val(LOGITS_TO_KEEP, ir.DataType.INT64, [1])
+    count = ir.val(contract.LOGITS_TO_KEEP, ir.DataType.INT64, [1])
     tape = ir.tape.Tape()
-    end = _constant(graph, f"{LOGITS_TO_KEEP}.end", np.array([_END], np.int64))
-    axis = _constant(graph, f"{LOGITS_TO_KEEP}.axis", np.array([1], np.int64))
+    end = _constant(graph, f"{contract.LOGITS_TO_KEEP}.end", np.array([np.iinfo(np.int64).max]))
+    axis = _constant(graph, f"{contract.LOGITS_TO_KEEP}.axis", np.array([1], np.int64))
     positions = tape.op("Slice", [last.inputs[0], tape.op("Neg", [count]), end, axis])
     rows = tape.op("Flatten", [positions], {"axis": 2})
     rows.type = last.outputs[0].type
@@ -220,9 +207,8 @@ def keep_logits(model: ir.Model) -> None:
     graph.remove(last, safe=True)
     graph.inputs.append(count)
     logits = graph.outputs[0]
-    assert logits.name == LOGITS
     assert logits.shape is not None
-    logits.shape = ir.Shape([ROWS_TO_KEEP, logits.shape[1]])
+    logits.shape = ir.Shape([contract.ROWS_TO_KEEP, logits.shape[1]])
 
 
 def _ancestors(value: ir.Value) -> set[ir.Node]:
@@ -244,11 +230,10 @@ def _takes_last_position(node: ir.Node) -> bool:
 
 
 def separate_lookups(model: ir.Model) -> None:
-    """Add a second initializer, of the same bytes, for lookups in a table that is also multiplied.
+    """Add a second initializer of the same bytes for lookups in a multiplied table.
 
-    ONNX Runtime on the CPU packs the weights of products into its own memory and then frees the weight, unless another
-    operator reads it too. For a table that is only looked up, memory holds only the pages that are read. On a GPU each
-    initializer would be a copy, so this pass is only for graphs that run on the CPU.
+    ONNX Runtime on the CPU packs the weights of products and then frees the original, unless another operator reads it
+    too. Of a table that is only looked up, only the pages that are read need memory. A GPU would copy each initializer.
     """
     graph = model.graph
     for name, weight in list(graph.initializers.items()):
@@ -289,7 +274,7 @@ def fix_capacity(path: Path, capacity: int) -> bytes:
 
 def _position_rows(graph: ir.Graph) -> list[int]:
     """Return the lengths of tables that are indexed by `cache_lengths` plus an offset."""
-    positions = {value for value in graph.inputs if value.name == CACHE_LENGTHS}
+    positions = {value for value in graph.inputs if value.name == contract.CACHE_LENGTHS}
     rows = []
     for node in graph:
         if node.op_type in _SAME_POSITION and positions.intersection(node.inputs):

@@ -15,15 +15,14 @@ from tfexport import contract
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import ENCODER, REORDER, WEIGHTS, AlignmentHeads, Form, GraphEntry, GraphSpec, ModelSpec
 from tfexport.errors import BundleError, GraphError, raise_all
-from tfexport.export._graph_file import save_graph
 from tfexport.export._module_probe import traits_of
 from tfexport.export._trace import trace_alignment, trace_decoder, trace_encoder
 from tfexport.export._weights import write_weights
-from tfexport.export.decoders import VARIANTS, ModuleTraits
+from tfexport.export.decoders import VARIANTS
 from tfexport.export.decoders.contrib import joint_weights
+from tfexport.export.graph_file import save_graph
 from tfexport.export.passes import append_selection, separate_lookups
 from tfexport.export.reorder import reorder_model
-from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import load_weights
 from tfexport.precision import FLOAT, Precision
 
@@ -59,45 +58,39 @@ def write_graphs(
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
     model = copy.deepcopy(model, shared).to(dtype)
-    supported = _supported(forms, traits_of(model, spec), spec, report)
+    supported = _supported(forms, model, spec, report)
     if speculation and "contrib" not in supported:
         raise GraphError("speculation: needs the contrib variant, which this export does not have; omit it")
     report("tracing the encoder")
-    traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
-        ENCODER: (trace_encoder(model, spec, opset), contract.encoder_graph(spec), opset)
+    traced: dict[str, tuple[ir.Model, GraphSpec]] = {
+        ENCODER: (trace_encoder(model, spec, opset), contract.encoder_graph(spec))
     }
     portable = {ENCODER, contract.ALIGNMENT, REORDER}
     for form in supported:
         report(f"tracing the decoder, {form} variant")
         variant, name = VARIANTS[form], contract.DECODER[form]
         if variant.encoder not in traced:
-            encoder = trace_encoder(model, spec, opset, variant.source)
-            traced[variant.encoder] = (encoder, contract.encoder_graph(spec), opset)
-        speculates, decoder_opset = speculation and form == "contrib", variant.opset or opset
-        decoder = trace_decoder(model, spec, form, decoder_opset, speculation=speculates)
+            traced[variant.encoder] = trace_encoder(model, spec, opset, variant.source), contract.encoder_graph(spec)
+        speculates = speculation and form == "contrib"
+        decoder = trace_decoder(model, spec, form, variant.opset or opset, speculation=speculates)
         append_selection(decoder)
-        traced[name] = (decoder, contract.decoder_graph(spec, form, speculation=speculates), decoder_opset)
+        traced[name] = decoder, contract.decoder_graph(spec, form, speculation=speculates)
         portable |= {name} if variant.portable else set()
     if alignment is not None:
         report("tracing the alignment")
-        aligner = trace_alignment(model, spec, alignment, opset)
-        traced[contract.ALIGNMENT] = (aligner, contract.alignment_graph(spec), opset)
+        traced[contract.ALIGNMENT] = trace_alignment(model, spec, alignment, opset), contract.alignment_graph(spec)
     report("writing graphs and weights")
-    graphs = [graph for graph, *_ in traced.values()]
+    graphs = [graph for graph, _ in traced.values()]
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
     if "contrib" in supported:
         separate_lookups(traced[contract.DECODER["contrib"]][0])
     if set(supported) - {"contrib"}:  # a GPU can run the other variants
-        traced[REORDER] = (
-            reorder_model(spec.precision),
-            contract.reorder_spec(spec.precision),
-            contract.CONCAT_OPSETS[0],
-        )
+        traced[REORDER] = reorder_model(spec.precision), contract.reorder_spec(spec.precision)
     written = {}
-    for name, (graph, graph_spec, graph_opset) in traced.items():
+    for name, (graph, graph_spec) in traced.items():
         path = directory / f"{name}.onnx"
         save_graph(graph, path, graph_spec, portable=name in portable)
-        written[name] = GraphEntry.of(path.name, graph_opset, graph_spec)
+        written[name] = GraphEntry.of(path.name, graph.opset_imports[""], graph_spec)
     return written
 
 
@@ -135,22 +128,17 @@ def write_precision(
     return graphs
 
 
-def _supported(
-    forms: Sequence[Form],
-    traits: TransformerConfig | ModuleTraits,
-    spec: ModelSpec,
-    report: Callable[[str], None],
-) -> list[Form]:
-    """Return the requested variants that support the model and report the others.
-
-    An encoder-only model has no variants; its graph is traced as with the concat variant.
-    """
+def _supported(forms: Sequence[Form], model: nn.Module, spec: ModelSpec, report: Callable[[str], None]) -> list[Form]:
+    """Return the requested variants that support the model and report the others."""
+    traits = traits_of(model, spec)
     problems = {form: VARIANTS[form].supports(traits, spec.precision) for form in VARIANTS}
-    if not spec.has_decoder:
+    if not spec.has_decoder:  # traced as with the concat variant
         raise_all(GraphError, "encoder", problems["concat"], remedy=_REMEDY)
         return []
     reasons = [
-        f"the {form} variant does not support it: {' and '.join(problems[form])}" for form in forms if problems[form]
+        f"the {form} variant does not support this model: {' and '.join(found)}"
+        for form in forms
+        if (found := problems[form])
     ]
     supported = [form for form in forms if not problems[form]]
     if not supported:

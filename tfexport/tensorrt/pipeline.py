@@ -20,7 +20,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.bundle.manifest import ENGINES
 from tfexport.contract import REORDER, ModelSpec
-from tfexport.export.describe import weight_bytes
+from tfexport.export.graph_file import weight_bytes
 from tfexport.export.memory import activation_bytes
 from tfexport.precision import FLOAT
 from tfexport.tensorrt._library import load_library

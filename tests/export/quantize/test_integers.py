@@ -331,5 +331,5 @@ def test_weights_that_are_not_finite_are_listed(tmp_path: Path) -> None:
     graphs = write(tmp_path / "source", nodes, weights, 96)
     with pytest.raises(GraphError) as caught:
         write_integer_graphs(tmp_path / "source", graphs, tmp_path / "out", WAYS["int8"])
-    assert str(caught.value).count("holds NaN or infinity; take a model from before") == 2
+    assert str(caught.value).count("contains NaN or infinity; use a model from before") == 2
     assert not list((tmp_path / "out").iterdir())

@@ -21,7 +21,7 @@ class StaticCache(TracedCache):
     """
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:
-        """Begin a step: `past` [rows, kv_heads, capacity, …] holds `cache_lengths` [rows] tokens."""
+        """Begin a step: `past` [rows, kv_heads, capacity, …] has `cache_lengths` tokens."""
         self.past, self._cache_lengths = past, cache_lengths
         self.present = []
         positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1])
@@ -61,9 +61,8 @@ def _attention(
 ) -> Tensor:
     """Compute `dot_product_attention` in one operator, which becomes ONNX `Attention`.
 
-    The mask is expanded to every query, because some runtimes reject or misread a broadcast mask. It is added to the
-    scores, because TensorRT-RTX fails on a bool mask if 8 does not divide head_dim. A soft cap is written in basic
-    operators, because runtimes disagree whether the operator's `softcap` comes before or after the mask.
+    The mask is expanded, because some runtimes misread a broadcast mask. It is added, because TensorRT-RTX fails on a
+    bool mask if 8 does not divide head_dim. Runtimes disagree whether the operator's `softcap` comes before the mask.
     """
     if softcap:
         return dot_product_attention(query, stored.key, stored.value, mask, bias, scale=scale, softcap=softcap)

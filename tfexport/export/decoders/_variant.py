@@ -51,7 +51,7 @@ class ModuleTraits:
 
 
 class TracedCache(Cache):
-    """A cache whose buffers are inputs and outputs of a graph, one `KeyValue` per layer."""
+    """A cache whose buffers are inputs and outputs of a graph."""
 
     past: Sequence[KeyValue]
     present: list[KeyValue]  # filled by `attend`
@@ -66,16 +66,10 @@ def supports_config(traits: TransformerConfig | ModuleTraits, precision: Precisi
 class DecoderVariant:
     """A variant of the decoder: its cache and its attention.
 
-    Attributes:
-        supports: lists the properties of a model that the variant does not support.
-        cache: creates the self-attention of the decoder from the past of every layer, the new tokens and the other
-            inputs of the variant, by their names in the contract.
-        cross: creates the cross-attention from the result of the encoder and the mask.
-        source: creates the self-attention of the encoder from the mask.
-        encoder: name of the encoder graph that the variant needs.
-        opset: that it needs; None if the export may choose.
-        portable: whether runtimes other than ONNX Runtime can run it.
-        passes: over the traced decoder.
+    `cache` creates the self-attention of the decoder from the past of every layer, the new tokens and the other inputs
+    of the variant, by their names in the contract. `cross` creates the cross-attention from the result of the encoder
+    and the mask, and `source` the self-attention of the encoder from the mask. The export chooses the `opset` if it is
+    None. Graphs that are not `portable` run only on ONNX Runtime.
     """
 
     supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config

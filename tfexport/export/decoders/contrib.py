@@ -1,7 +1,7 @@
 """The contrib variant: attention in ONNX Runtime's own operators, for its CPU.
 
 One operator computes the whole attention, and one matrix product computes query, key and value. The operator writes the
-cache of the static variant in place and reads only the filled part of it. The operators are documented in
+cache of the static variant in place and reads only the filled part of it. See
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
@@ -37,12 +37,11 @@ def supports(traits: TransformerConfig | ModuleTraits, precision: Precision) -> 
         width, value_width = (traits.d_k("decoder"), traits.d_v("decoder")) if has_decoder else (0, 0)
     if not has_decoder:
         return ["the model is encoder-only"]
-    problems = []
     if width != value_width:
-        problems.append(f"keys have width {width} and values {value_width}, expected equal widths")
+        others.insert(0, f"keys have width {width} and values {value_width}, expected equal widths")
     elif width % _HEAD_DIM_STEP:
-        problems.append(f"heads have width {width}, expected a multiple of {_HEAD_DIM_STEP}")
-    return [*problems, *others, *([f"precision is {precision}, expected fp32"] if precision != "fp32" else [])]
+        others.insert(0, f"heads have width {width}, expected a multiple of {_HEAD_DIM_STEP}")
+    return others if precision == "fp32" else [*others, f"precision is {precision}, expected fp32"]
 
 
 def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -114,7 +113,7 @@ class ContribCache(TracedCache):
 
 
 class ContribCross(Cross):
-    """Cross-attention with the beams of a source as query positions, so that no key is repeated."""
+    """Cross-attention without repeated keys: beams become query positions."""
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `Cross`."""
@@ -164,8 +163,7 @@ def _attention(
 ) -> Tensor:
     """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask`.
 
-    With `scales_query`, the queries are scaled before the operator, which then uses a kernel that is up to twice as
-    fast in a decode step.
+    With `scales_query`, the operator can use a kernel that is up to twice as fast in a decode step.
     """
     packed = _by_rows(query, mask)
     if scales_query and scale != 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from tfexport.contract import LOGITS
-from tfexport.export._graph_file import Span, external_weights, span
+from tfexport.export.graph_file import Span, external_weights, span
 
 # Smaller matrices are not worth a kernel.
 LEAST_WEIGHTS = 4096
@@ -49,7 +49,7 @@ def linear_maps(graph: ir.Graph) -> Iterator[LinearMap]:
 
 
 def only_linear(graphs: Iterable[ir.Graph]) -> dict[Span, int]:
-    """Find the matrices that only linear maps read, in all graphs; return their output axes.
+    """Find the matrices that only linear maps read; return their output axes.
 
     The output projection is excluded, because it decides between close logits and is often also the embedding.
     """

@@ -1,13 +1,12 @@
 """Round a matrix to fewer bits, with scales for outputs or blocks of inputs.
 
 `round_matrix` is symmetric and signed, for DequantizeLinear and for 8-bit products. `round_blocks` has a zero point for
-each block, for those operators of ONNX Runtime that support it: at equal speed the error of 4 bits is a sixth lower.
+each block, which ONNX Runtime supports: at equal speed the error of 4 bits is a sixth lower.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,7 @@ BLOCK = 64
 _LEAST_SCALE = {"float16": 2.0**-17, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 
 
-@dataclass(frozen=True)
-class Rounded:
+class Rounded(NamedTuple):
     """Inputs and attributes of a DequantizeLinear that restores the matrix."""
 
     values: NDArray[Any]  # of the narrow type, [rows, columns] like the matrix
@@ -55,8 +53,7 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
     return Rounded(narrow, scales.reshape(-1), outputs, 0)
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Weights of MatMulNBits and GatherBlockQuantized: (value - zero point) · scale."""
 
     values: NDArray[np.uint8]  # [outputs, blocks, block · bits / 8]; the first of two values is in the low half

@@ -1,8 +1,7 @@
 """Quantize linear maps and embeddings for ONNX Runtime's integer CPU operators.
 
-MatMulNBits reads weights in blocks and is the fastest operator for the few rows of a decode step. MatMulIntegerToFloat
-is faster for many rows, as in an encoder. Both round the activations of every row separately, so a text does not depend
-on the others of its batch. The operators are documented in
+MatMulNBits is the fastest operator for the few rows of a decode step, MatMulIntegerToFloat for many rows, as in an
+encoder. Both round the activations of every row separately, so a text does not depend on the others of its batch. See
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
@@ -21,18 +20,9 @@ from safetensors.numpy import save_file
 
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, Form, GraphEntry, Quantization
 from tfexport.errors import BundleError, GraphError
-from tfexport.export._graph_file import (
-    Span,
-    check_weights,
-    external_weights,
-    load_graph,
-    read_weight,
-    refer,
-    save_graph,
-    span,
-    tensor_spans,
-)
+from tfexport.export import graph_file
 from tfexport.export.decoders import VARIANTS, ModuleTraits
+from tfexport.export.graph_file import Span, span
 from tfexport.export.quantize._linear import LEAST_WEIGHTS, LinearMap, linear_maps, lookups
 from tfexport.export.quantize._rounding import round_blocks, round_matrix
 from tfexport.nn.config import TransformerConfig
@@ -75,18 +65,18 @@ def write_integer_graphs(
     `reorder` is for GPUs and is skipped.
     """
     graphs = {name: entry for name, entry in graphs.items() if name != REORDER}
-    models = {name: load_graph(source / entry.file) for name, entry in graphs.items()}
-    check_weights((model.graph for model in models.values()), quantization.weights)
+    models = {name: graph_file.load_graph(source / entry.file) for name, entry in graphs.items()}
+    graph_file.check_weights((model.graph for model in models.values()), quantization.weights)
     encoders = [models[name].graph for name in (ENCODER, ENCODER_CONTRIB) if name in models]
     many_rows = {span(found.weight) for graph in encoders for found in linear_maps(graph)}
-    store = _Store({place: name for name, place in tensor_spans(source / WEIGHTS).items()})
+    store = _Store({place: name for name, place in graph_file.tensor_spans(source / WEIGHTS).items()})
     for model in models.values():
         _IntegerGraph(model.graph, store, quantization, many_rows).rewrite()
         RemoveUnusedNodesPass()(model)
         model.graph.opset_imports.setdefault(_DOMAIN, 1)
     store.save(directory / WEIGHTS)
     for name, model in models.items():
-        save_graph(model, directory / graphs[name].file, graphs[name].spec, portable=False)
+        graph_file.save_graph(model, directory / graphs[name].file, graphs[name].spec, portable=False)
     report(f"{sum(tensor.nbytes for tensor in store.tensors.values()):,} bytes of weights as {quantization.weights}")
     return graphs
 
@@ -102,12 +92,12 @@ class _Store:
         self._stored: dict[tuple[Span, _Kind, int], list[str]] = {}
 
     def put(self, weight: ir.Value, kind: _Kind, outputs: int = 0) -> list[str]:
-        """Store a weight; return the names of its values, scales and zero points, or its own."""
+        """Store a weight and return the names of its tensors."""
         key = (span(weight), kind, outputs)
         if key not in self._stored:
             # Joint parameters have no name in the file; their names in graphs begin with the module `model`.
             name = self.names.get(span(weight), (weight.name or "").removeprefix("model."))
-            tensors = _round(name, read_weight(weight), kind, outputs)
+            tensors = _round(name, graph_file.read_weight(weight), kind, outputs)
             assert not tensors.keys() & self.tensors.keys()
             self._stored[key] = list(tensors)
             self.tensors.update(tensors)
@@ -121,23 +111,21 @@ class _Store:
                 f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
             ) from error
         path.chmod(0o644)  # safetensors creates files that only their owner can read
-        spans = tensor_spans(path)
+        spans = graph_file.tensor_spans(path)
         for value, tensor in self.references:
-            refer(value, spans[tensor], path.parent)
+            graph_file.refer(value, spans[tensor], path.parent)
 
 
 class _IntegerGraph:
     """Rewrite one graph; an activation that several products read is rounded once."""
 
-    def __init__(
-        self, graph: ir.Graph, store: _Store, quantization: Quantization, many_rows: frozenset[Span] | set[Span]
-    ) -> None:
+    def __init__(self, graph: ir.Graph, store: _Store, quantization: Quantization, many_rows: set[Span]) -> None:
         self._graph, self._store, self._quantization, self._many_rows = graph, store, quantization, many_rows
         self._parts: dict[str, ir.Value] = {}
         self._rounded: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
 
     def rewrite(self) -> None:
-        graph, old = self._graph, sorted(external_weights(self._graph), key=lambda weight: weight.name or "")
+        graph, old = self._graph, sorted(graph_file.external_weights(self._graph), key=lambda weight: weight.name or "")
         maps = [found for found in linear_maps(graph) if found.is_plain]
         if not maps:
             raise GraphError(
@@ -228,12 +216,8 @@ class _IntegerGraph:
         if blocks * block == width:
             return tape, gathered
         # Cut off the padding of the last block.
-        target = node.outputs[0].name
-        gathered.name = f"{target}_padded"
-        bounds = [
-            tape.op("Constant", [], {"value_ints": [bound]}, name="", output=ir.Value(name=f"{target}_{name}"))
-            for name, bound in (("begin", 0), ("end", width), ("axis", -1))
-        ]
+        gathered.name = f"{node.outputs[0].name}_padded"
+        bounds = [self._constant(f"bound_{bound}", np.array([bound])) for bound in (0, width, -1)]
         return tape, tape.op("Slice", [gathered, *bounds], name="")
 
     def _part(self, tensor: str, name: str = "", shape: tuple[int, ...] = ()) -> ir.Value:
@@ -269,8 +253,4 @@ def _round(name: str, array: NDArray[Any], kind: _Kind, outputs: int) -> dict[st
         return {f"{name}.{kind}.values": rounded.values.T.copy(), f"{name}.{kind}.scales": rounded.scales}
     bits = 4 if kind == "int4_blocks" else 8
     blocks = round_blocks(matrix, bits, _block(matrix.shape[1], bits))
-    return {
-        f"{name}.{kind}.values": blocks.values,
-        f"{name}.{kind}.scales": blocks.scales,
-        f"{name}.{kind}.zero_points": blocks.zero_points,
-    }
+    return {f"{name}.{kind}.{part}": tensor for part, tensor in blocks._asdict().items()}

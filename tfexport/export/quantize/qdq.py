@@ -15,23 +15,14 @@ from onnxscript.version_converter import convert_version
 
 from tfexport.contract import QUANTIZED_WEIGHTS, GraphEntry
 from tfexport.errors import GraphError, first_line
-from tfexport.export._graph_file import (
-    Span,
-    check_weights,
-    external_weights,
-    load_graph,
-    read_weight,
-    refer,
-    save_graph,
-    span,
-)
+from tfexport.export import graph_file
+from tfexport.export.graph_file import Span, span
 from tfexport.export.quantize._linear import LEAST_WEIGHTS, only_linear
 from tfexport.export.quantize._rounding import BLOCK, round_matrix
 from tfexport.precision import FORMATS, WeightType
 
 _IR_VERSION = 10  # the version of opset 21
 _ALIGNMENT = 64
-
 
 # Tensors of the new file with their bytes, by the suffix of their names, and the attributes of DequantizeLinear.
 _Weight = tuple[dict[str, tuple[ir.TensorProtocol, Span]], dict[str, int]]
@@ -45,7 +36,7 @@ def quantize_graphs(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Read graphs that share weights in `source`; write them with narrower matrices to `directory`.
+    """Write the graphs in `source` with narrower matrices to `directory`.
 
     A weight that several graphs share is stored once. If 64 does not divide the inputs of a matrix, int4 becomes int8.
     Inputs and outputs do not change; the opset becomes at least 19, or 21 for int4.
@@ -58,13 +49,13 @@ def quantize_graphs(
     for name, model in models.items():
         entry = graphs[name]
         _refer(model.graph, moved, directory)
-        save_graph(model, directory / entry.file, entry.spec)
+        graph_file.save_graph(model, directory / entry.file, entry.spec)
         written[name] = GraphEntry.of(entry.file, model.opset_imports[""], entry.spec)
     return written
 
 
 def _load(path: Path, opset: int) -> ir.Model:
-    model = load_graph(path)
+    model = graph_file.load_graph(path)
     try:
         if model.opset_imports.get("", 0) < opset:
             convert_version(model, opset)
@@ -83,12 +74,12 @@ def _move(
     chosen = only_linear(graphs)
     if not chosen:
         raise GraphError(f"{weights}: no linear map has at least {LEAST_WEIGHTS} weights; build without --weights")
-    check_weights(graphs, weights)
-    external = {span(weight): weight for graph in graphs for weight in external_weights(graph)}
+    graph_file.check_weights(graphs, weights)
+    external = {span(weight): weight for graph in graphs for weight in graph_file.external_weights(graph)}
     moved: dict[Span, _Weight] = {}
     uneven = 0
     for place, weight in external.items():
-        array = read_weight(weight)
+        array = graph_file.read_weight(weight)
         if place in chosen:
             rounded = round_matrix(array, weights, chosen[place])
             attributes = {"axis": rounded.axis, **({"block_size": rounded.block} if rounded.block else {})}
@@ -112,16 +103,16 @@ def _write(file: BinaryIO, array: NDArray[Any]) -> tuple[ir.TensorProtocol, Span
 
 def _refer(graph: ir.Graph, moved: Mapping[Span, _Weight], directory: Path) -> None:
     tape = ir.tape.Tape()
-    for value in external_weights(graph):
+    for value in graph_file.external_weights(graph):
         (parts, attributes), name = moved[span(value)], value.name or ""
         if not attributes:
-            refer(value, parts[""][1], directory)
+            graph_file.refer(value, parts[""][1], directory)
             continue
         del graph.initializers[name]
         value.name = None  # free the name for the restored matrix
         inputs = [tape.initializer(tensor, name + suffix) for suffix, (tensor, _) in parts.items()]
         for part, (_, place) in zip(inputs, parts.values(), strict=True):
-            refer(part, place, directory)
+            graph_file.refer(part, place, directory)
         restored = ir.Value(name=name, type=value.type, shape=value.shape)
         tape.op("DequantizeLinear", inputs, attributes, name=f"{name}_dequantize", output=restored)
         value.replace_all_uses_with(restored)

@@ -1,11 +1,9 @@
-"""Read, write and check graph files, and read the weights that they refer to.
-
-Works without PyTorch, so that engines can be built without it.
-"""
+"""Read, write, check and describe graph files and their weights, without PyTorch."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -37,7 +35,7 @@ def load_graph(path: Path) -> ir.Model:
     return model
 
 
-def save_graph(model: ir.Model, path: Path, contract: GraphSpec, *, portable: bool = True) -> None:
+def save_graph(model: ir.Model, path: Path, expected: GraphSpec, *, portable: bool = True) -> None:
     """Write a graph, and check that the file is valid ONNX and fulfills the contract.
 
     The model refers to weight files next to `path`. If `portable`, attention that TensorRT would misread is rejected.
@@ -47,9 +45,9 @@ def save_graph(model: ir.Model, path: Path, contract: GraphSpec, *, portable: bo
         onnx.checker.check_model(str(path), full_check=True)
         written = ir.load(path)
     except Exception as error:
-        raise GraphError(f"{path.name}: not valid ONNX: {first_line(error)}") from error
+        raise GraphError(f"{path.name}: is not valid ONNX: {first_line(error)}") from error
     found = GraphSpec(tuple(map(tensor_spec, written.graph.inputs)), tuple(map(tensor_spec, written.graph.outputs)))
-    problems = contract_problems(found, contract) + (attention_problems(written) if portable else [])
+    problems = contract_problems(found, expected) + (attention_problems(written) if portable else [])
     raise_all(GraphError, path.name, problems)
 
 
@@ -75,7 +73,8 @@ def external_weights(graph: ir.Graph) -> list[ir.Value]:
 
 def span(weight: ir.Value) -> Span:
     """Return the bytes that an external weight refers to."""
-    tensor = _external(weight)
+    tensor = weight.const_value
+    assert isinstance(tensor, ir.ExternalTensor)
     return Span(str(tensor.location), tensor.offset or 0, tensor.length or 0)
 
 
@@ -88,7 +87,8 @@ def refer(value: ir.Value, place: Span, directory: Path) -> None:
 
 def read_weight(weight: ir.Value) -> NDArray[Any]:
     """Read an external weight; it has to be in the directory of the graph, and finite."""
-    tensor, place, name = _external(weight), span(weight), shortened(weight.name or "")
+    tensor, place, name = weight.const_value, span(weight), shortened(weight.name or "")
+    assert isinstance(tensor, ir.ExternalTensor)
     path = Path(tensor.base_dir) / place.location
     if Path(place.location).name != place.location or path.is_symlink():
         raise GraphError(f"{name} is in {shortened(place.location)}, expected a file next to the graph")
@@ -98,12 +98,12 @@ def read_weight(weight: ir.Value) -> NDArray[Any]:
         raise GraphError(f"{name} does not fit {place.location}; export the bundle again")
     array = np.fromfile(path, dtype, count, offset=place.offset).reshape(shape)
     if not np.isfinite(array.astype(np.float32)).all():
-        raise GraphError(f"{name} holds NaN or infinity; take a model from before the training diverged")
+        raise GraphError(f"{name} contains NaN or infinity; use a model from before the training diverged")
     return array
 
 
 def check_weights(graphs: Iterable[ir.Graph], subject: str) -> None:
-    """Raise a GraphError that lists every external weight that is outside or not finite."""
+    """Raise a GraphError that lists external weights outside or not finite."""
     problems = []
     for weight in {span(weight): weight for graph in graphs for weight in external_weights(graph)}.values():
         try:
@@ -118,6 +118,33 @@ def tensor_spans(path: Path) -> dict[str, Span]:
     return {name: Span(path.name, tensor.offset, tensor.num_bytes) for name, tensor in read_header(path).items()}
 
 
-def _external(weight: ir.Value) -> ir.ExternalTensor:
-    assert isinstance(weight.const_value, ir.ExternalTensor)
-    return weight.const_value
+def describe_graph(path: Path) -> dict[str, Any]:
+    """Return inputs, outputs, operators and names of the weight files as JSON values."""
+    model = load_graph(path)
+    graph = model.graph
+    nodes = ir.traversal.RecursiveGraphIterator(graph)
+    operators = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
+    # Up to IR version 3, the inputs include the weights.
+    inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+    return {
+        "ir_version": model.ir_version,
+        "opsets": {domain or "ai.onnx": version for domain, version in model.opset_imports.items()},
+        "operators": dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        "weight_files": sorted({span(weight).location for weight in external_weights(graph)}),
+        "inputs": [_described(value) for value in inputs],
+        "outputs": [_described(value) for value in graph.outputs],
+    }
+
+
+def weight_bytes(graph: bytes) -> int:
+    """Return the size of all weights of a serialized graph; shared bytes count once."""
+    model = ir.from_proto(onnx.load_model_from_string(graph))
+    outside = {span(weight) for weight in external_weights(model.graph)}
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    inside = [tensor.nbytes for tensor in tensors if tensor is not None and not isinstance(tensor, ir.ExternalTensor)]
+    return sum(place.length for place in outside) + sum(inside)
+
+
+def _described(value: ir.Value) -> dict[str, Any]:
+    tensor = tensor_spec(value)
+    return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
