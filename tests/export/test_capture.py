@@ -25,8 +25,6 @@ SIZES = [(2, 5), (1, 1), (3, 4), (0, 5), (4, 0)]
 
 
 class Computes(nn.Module):
-    """Compute several functions of `x` [rows, columns, 6]."""
-
     def __init__(self, functions: list[Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
         self.functions = functions
@@ -89,8 +87,6 @@ def scaled_states(states: Tensor) -> Tensor:
 
 
 class Encodes(nn.Module):
-    """A module of somebody's own."""
-
     def __init__(self, layer: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.embedding, self.layer = nn.Embedding(9, 6), layer

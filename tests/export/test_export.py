@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from onnx.external_data_helper import ExternalDataInfo
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from torch import nn
 
 import tfexport
@@ -28,24 +29,18 @@ from tests.tiny import ENCODER_ALONE, VARIANT_NAMES
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
 from tfexport.contract import DECODER, GraphEntry, ModelSpec, decoder_graph
-from tfexport.errors import BackendError, ConfigError, GraphError, ParityError
+from tfexport.errors import BackendError, BundleError, ConfigError, GraphError, ParityError
 from tfexport.export import _pipeline as pipeline
 from tfexport.export import export_bundle
 from tfexport.export._trace import trace_encoder
 from tfexport.export.config import ExportConfig
 from tfexport.export.graph_file import save_graph
+from tfexport.export.write import write_precision
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_model, save_model
 from tfexport.nn.stored import read_header
 from tfexport.nn.transformer import Transformer
 from tfexport.verify import VerifyConfig, verify_bundle
-
-DTYPES = {onnx.TensorProto.INT64: "int64", onnx.TensorProto.INT32: "int32", onnx.TensorProto.BOOL: "bool"}
-DTYPES |= {
-    onnx.TensorProto.FLOAT: "float32",
-    onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
-}
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +74,6 @@ def test_an_encoder_alone_exports_and_says_what_eager_says(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["umt5", "mixed", "modern"])
 def test_every_form_is_token_exact_over_500_sequences(name: str, variant: Callable[[str], Path]) -> None:
-    """Greedy and with 4 beams."""
     report = verify_bundle(variant(name), config=VerifyConfig(samples=500))
     assert report.passed
     assert [found.exact for found in report.decodes] == [found.sequences for found in report.decodes]
@@ -90,7 +84,7 @@ def described(graph: Path) -> dict[str, tuple[str, list[str | int]]]:
     model = onnx.load(str(graph), load_external_data=False)
     return {
         value.name: (
-            DTYPES[value.type.tensor_type.elem_type],
+            onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name,
             [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
         )
         for value in (*model.graph.input, *model.graph.output)
@@ -263,24 +257,13 @@ def test_a_failed_verification_leaves_the_old_bundle(
 
 
 class Branching(nn.Module):
-    """Encodes by a branch on values, which no trace can follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(31, 32))
-
     def hidden_states(self, source_ids: torch.Tensor, source_mask: torch.Tensor) -> torch.Tensor:
-        if source_ids.sum() > 3:
-            return self.weight[source_ids]
-        return -self.weight[source_ids]
+        return source_ids if source_ids.sum() > 3 else -source_ids
 
 
 def test_a_model_that_does_not_trace_is_one_line() -> None:
-    spec = model_spec(ENCODER_ALONE, "fp32")
-    with pytest.raises(
-        GraphError, match=r"^encoder: the model cannot be traced \(.*\); remove branches on tensor values"
-    ):
-        trace_encoder(Branching().eval(), spec, 18)
+    with pytest.raises(GraphError, match=r"^encoder: the model cannot be traced \(.*\); remove branches on tensor"):
+        trace_encoder(Branching().eval(), model_spec(ENCODER_ALONE, "fp32"), 18)
 
 
 def test_the_contract_check_lists_every_difference(post: Path, tmp_path: Path) -> None:
@@ -333,3 +316,41 @@ def test_a_graph_decodes_without_this_project(post: Path) -> None:
             logits = model(torch.tensor([source]), torch.ones(1, 4, dtype=torch.bool), torch.tensor([target]))
             target.append(int(logits[0, -1].argmax()))
     assert list(greedy_by_hand(post, source, 6)) == target[1:]
+
+
+def test_another_precision_has_the_graphs_of_an_export(dates_bundle: Path, dates_fp16: Path, tmp_path: Path) -> None:
+    written = write_precision(open_bundle(dates_bundle), "fp16", "static", tmp_path)
+    expected = open_bundle(dates_fp16).manifest.graphs
+    assert written == {name: expected[name] for name in ("encoder", "decoder_static")}
+    files = ["decoder_static.onnx", "encoder.onnx", "reorder.onnx", "weights.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    for file in files:
+        assert (tmp_path / file).read_bytes() == (dates_fp16 / file).read_bytes(), file
+
+
+def test_a_bundle_without_a_model_has_no_other_precision(dates_bundle: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(dates_bundle)
+    with pytest.raises(BundleError) as caught:
+        write_precision(replace(bundle, manifest=replace(bundle.manifest, config=None)), "fp16", "static", tmp_path)
+    assert str(caught.value) == (
+        f"{bundle.path}: has graphs in fp32 and no model to cast; "
+        "export it again with: tfexport onnx SOURCE --precision fp16"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_beyond_a_precision_are_listed(dates_bundle: Path, tmp_path: Path) -> None:
+    bundle = replace(open_bundle(dates_bundle), path=tmp_path / "bundle")
+    shutil.copytree(dates_bundle, bundle.path)
+    weights = load_file(bundle.path / "weights.safetensors")
+    weights["enc.layers.0.ffn.fc1.weight"][0, 0] = 7e4
+    weights["enc.layers.2.norm1.bias"][3] = -1e5
+    save_file(weights, bundle.path / "weights.safetensors")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(GraphError) as caught:
+        write_precision(bundle, "fp16", "concat", tmp_path / "out")
+    assert str(caught.value) == (
+        f"{bundle.path}: enc.layers.0.ffn.fc1.weight is too large for fp16; "
+        "enc.layers.2.norm1.bias is too large for fp16; use bf16 or fp32"
+    )
+    assert not list((tmp_path / "out").iterdir())

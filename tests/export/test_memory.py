@@ -29,25 +29,21 @@ def node(op: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto
     return helper.make_node(op, inputs.split(), [output], **attributes)
 
 
+CHAIN = [node("Relu", "x", "a"), node("Exp", "a", "b"), node("Neg", "b", "c"), node("Abs", "c", "y")]
+SKIP = [node("Relu", "x", "a"), node("Exp", "a", "b"), node("Neg", "b", "c"), node("Add", "a c", "y")]
+VIEW = [node("Relu", "x", "a"), node("Identity", "a", "v"), node("Exp", "x", "b"), node("Add", "v b", "y")]
+
+
+@pytest.mark.parametrize(("nodes", "alive"), [(CHAIN, 2), (SKIP, 3), (VIEW, 2)])
 @pytest.mark.parametrize(("dtype", "width"), [(TensorProto.FLOAT, 4), (TensorProto.FLOAT16, 2)])
-def test_a_chain_holds_two_results_at_once(tmp_path: Path, dtype: int, width: int) -> None:
-    chain = [node("Relu", "x", "a"), node("Exp", "a", "b"), node("Neg", "b", "c"), node("Abs", "c", "y")]
-    path = save(tmp_path / "g.onnx", chain, ["batch", 10], dtype)
-    assert activation_bytes(path, {"batch": 7}) == 2 * 7 * 10 * width
-
-
-def test_a_result_is_held_until_its_last_reader(tmp_path: Path) -> None:
-    skip = [node("Relu", "x", "a"), node("Exp", "a", "b"), node("Neg", "b", "c"), node("Add", "a c", "y")]
-    assert activation_bytes(save(tmp_path / "g.onnx", skip, ["batch", 10]), {"batch": 1}) == 3 * 40
-
-
-def test_a_view_is_no_copy_and_keeps_what_it_shows(tmp_path: Path) -> None:
-    nodes = [node("Relu", "x", "a"), node("Identity", "a", "v"), node("Exp", "x", "b"), node("Add", "v b", "y")]
-    assert activation_bytes(save(tmp_path / "g.onnx", nodes, ["batch", 10]), {"batch": 1}) == 2 * 40
+def test_a_result_is_held_until_its_last_reader_and_a_view_is_no_copy(
+    nodes: list[onnx.NodeProto], alive: int, dtype: int, width: int, tmp_path: Path
+) -> None:
+    path = save(tmp_path / "g.onnx", nodes, ["batch", 10], dtype)
+    assert activation_bytes(path, {"batch": 7}) == alive * 7 * 10 * width
 
 
 def run(path: Path, folder: Path) -> tuple[onnx.GraphProto, dict[str, np.ndarray[Any, Any]]]:
-    """Run a graph and return every array that occurs in it."""
     model = onnx.load(str(path))
     names = [output for node in model.graph.node for output in node.output]
     known = {value.name for value in model.graph.output}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from tfexport.export._weights import write_weights
 from tfexport.export.graph_file import span
@@ -65,7 +66,6 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def selection() -> ort.InferenceSession:
-    """Return the selection over logits that are an input."""
     given = ir.val("given", ir.DataType.FLOAT, ["rows", VOCAB])
     node = ir.Node("", "Identity", [given])
     model = model_of(given, [output(node.outputs[0], "logits", "rows", VOCAB)], [node])
@@ -75,10 +75,9 @@ def selection() -> ort.InferenceSession:
     return ort.InferenceSession(proto.SerializeToString())
 
 
-def select(session: ort.InferenceSession, logits: np.ndarray, count: int) -> list[np.ndarray]:
+def select(session: ort.InferenceSession, logits: np.ndarray, count: int) -> Any:
     names = ["candidate_ids", "candidate_logits", "log_normalizer"]
-    found: list[np.ndarray] = session.run(names, {"given": logits, "num_candidates": np.array([count])})
-    return found
+    return session.run(names, {"given": logits, "num_candidates": np.array([count])})
 
 
 @pytest.mark.parametrize("count", [1, 8, VOCAB])
@@ -193,14 +192,44 @@ def test_other_products_stay(case: str) -> None:
     assert np.array_equal(run(model, x=X), expected)
 
 
-# ---- lookups
+# ---- the weight file
+
+
+def matmuls(weight: Any) -> ir.Model:
+    """Return the graph y = z = x · weight, with the weight inside."""
+    x, inner = ir.val("x", ir.DataType.FLOAT, ["rows", len(weight)]), constant("w", weight)
+    nodes = [ir.Node("", "MatMul", [x, inner]) for _ in range(2)]
+    outputs = [output(node.outputs[0], name, "rows", weight.shape[1]) for name, node in zip("yz", nodes, strict=True)]
+    return model_of(x, outputs, nodes, inner)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_weight_is_stored_once_as_the_model_has_it(tmp_path: Path, transposed: bool) -> None:
+    weight = torch.arange(20.0).reshape(4, 5) if transposed else torch.arange(20.0).reshape(5, 4)
+    used, rows = weight.numpy().T.copy() if transposed else weight.numpy(), np.ones((2, 5), np.float32)
+    models = [matmuls(used), matmuls(used)]
+    write_weights(tmp_path / "weights.safetensors", {"fc.weight": weight}, models)
+    assert np.array_equal(load_file(tmp_path / "weights.safetensors")["fc.weight"], weight.numpy())
+    for model in models:
+        (stored,) = written(tmp_path, model).graph.initializer
+        assert stored.data_location == onnx.TensorProto.EXTERNAL
+        for found in ort.InferenceSession(tmp_path / "g.onnx").run(None, {"x": rows}):
+            assert np.array_equal(found, rows @ used)
+
+
+def test_a_constant_that_is_no_parameter_stays_in_the_graph(tmp_path: Path) -> None:
+    value = np.ones((5, 4), np.float32)
+    model = matmuls(value)
+    write_weights(tmp_path / "weights.safetensors", {"fc.weight": torch.zeros(4, 5)}, [model])
+    (stored,) = written(tmp_path, model).graph.initializer
+    assert np.array_equal(onnx.numpy_helper.to_array(stored), value)
+
 
 TABLE = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
 IDS = np.array([3, 0, 6])
 
 
 def lookup(*, looked_up: bool = True, multiplied: bool = True) -> ir.Model:
-    """Multiply rows of a table, or of another one, with a table."""
     ids = ir.val("ids", ir.DataType.INT64, ["tokens"])
     table, other = constant("table", TABLE.numpy()), constant("other", TABLE.numpy() + 1)
     found = ir.Node("", "Gather", [table if looked_up else other, ids])

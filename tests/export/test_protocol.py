@@ -44,8 +44,6 @@ def by_hand(query: Tensor, new: KeyValue, bias: Tensor | None, cache: Any, layer
 
 
 class Parallel(nn.Module):
-    """A layer whose attention and network read the same norm and are added together."""
-
     def __init__(self, *, cross: bool) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
@@ -141,7 +139,7 @@ def made() -> ByHand:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("protocol")
-    write_graphs(made(), SPEC, folder, forms=("concat", "static"), opset=18, report=lambda _: None)
+    write_graphs(made(), SPEC, folder, forms=("concat", "static"), opset=18)
     return folder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +64,15 @@ def write_graph(
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), str(folder / "g.onnx"))
     folder.with_name("out").mkdir()
     return {"g": GraphEntry.of("g.onnx", 18, GraphSpec((source,), (target,)))}
+
+
+def weight_spans(paths: Iterable[Path], file: str) -> dict[str, set[tuple[str, str]]]:
+    """Return offset and length of the external weights of graphs, all in one file, by name."""
+    spans: dict[str, set[tuple[str, str]]] = {}
+    for path in paths:
+        for weight in onnx.load(str(path), load_external_data=False).graph.initializer:
+            if weight.data_location == TensorProto.EXTERNAL:
+                found = {item.key: item.value for item in weight.external_data}
+                assert found["location"] == file
+                spans.setdefault(weight.name, set()).add((found["offset"], found["length"]))
+    return spans

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
-from tests.export.quantize.conftest import Loss, write_graph
+from tests.export.quantize.conftest import Loss, weight_spans, write_graph
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import WEIGHTS, Form, GraphEntry, Quantization, TensorSpec
 from tfexport.errors import GraphError
@@ -26,7 +26,7 @@ from tfexport.runtime.eager import full_outputs
 from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.runtime.session import Candidates, Session, pad_right
+from tfexport.runtime.session import Session, pad_right
 from tfexport.verify._numbers import compare, random_batches, step_logits
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -44,7 +44,6 @@ Initializers = dict[str, NDArray[np.float32]]
 
 
 def write(folder: Path, nodes: list[onnx.NodeProto], weights: Initializers, width: int) -> dict[str, GraphEntry]:
-    """Write a graph of `x` [rows, 128] (or `ids`) to `y` [rows, width]."""
     is_lookup = nodes[0].op_type == "Gather"
     source = TensorSpec("ids", "int64", ("rows",)) if is_lookup else TensorSpec("x", "float32", ("rows", 128))
     return write_graph(folder, nodes, weights, source, TensorSpec("y", "float32", ("rows", width)))
@@ -191,7 +190,6 @@ def test_rows_of_an_embedding_are_those_of_the_file(width: int, way: str, tmp_pa
 
 
 def test_what_is_small_or_no_plain_linear_map_stays(tmp_path: Path) -> None:
-    """A small matrix, a Gemm with a factor, a bias that is no vector."""
     weights = {"w0": random(128, 128), "w1": random(128, 31), "w2": random(31, 200), "w3": random(200, 128)}
     weights |= {"w4": random(128, 64), "b4": random(1, 64)}
     nodes = [
@@ -268,29 +266,22 @@ def test_held_out_dates_are_read_as_well(
     assert lost_points(narrow(dates_bundle, once, way), "contrib", "int8") <= points
 
 
-def mate_effect(session: Session) -> float:
-    """Decode one text alone and beside a longer one; return the largest difference of its logits over three steps."""
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_text_does_not_depend_on_its_batch(way: str, form: Form, dates_bundle: Path, once: Once) -> None:
+    opened = session(dates_bundle, narrow(dates_bundle, once, way), form)
     sources = [[7, 30, 41, 12], np.random.default_rng(0).integers(4, 300, 40).tolist()]
 
     def logits(sources: list[list[int]]) -> NDArray[np.float32]:
-        batch = session.batch()
-        batch.add(*pad_right(sources, session.spec.tokens.pad), [[1]] * len(sources))
-        found: list[Candidates] = [
-            batch.step(np.full(len(sources), token), session.spec.vocab) for token in (1, 20, 30)
-        ]
+        batch = opened.batch()
+        batch.add(*pad_right(sources, opened.spec.tokens.pad), [[1]] * len(sources))
+        found = [batch.step(np.full(len(sources), token), opened.spec.vocab) for token in (1, 20, 30)]
         return np.stack([c.logits[0][np.argsort(c.token_ids[0])] for c in found])
 
-    return float(np.abs(logits(sources) - logits(sources[:1])).max())
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", WAYS)
-def test_what_a_text_becomes_does_not_depend_on_its_batch(way: str, form: Form, dates_bundle: Path, once: Once) -> None:
-    assert mate_effect(session(dates_bundle, narrow(dates_bundle, once, way), form)) < 1e-3
+    assert np.abs(logits(sources) - logits(sources[:1])).max() < 1e-3
 
 
 def test_an_encoder_has_many_rows_and_a_step_of_the_decoder_few(dates_bundle: Path, once: Once) -> None:
-    """So they multiply with operators of their own, and no weight is there for both."""
     for way, of_decoder in (("int8", "MatMulNBits"), ("int8 throughput", "MatMulIntegerToFloat")):
         folder = narrow(dates_bundle, once, way)
         for name, operator in (("encoder_contrib", "MatMulIntegerToFloat"), ("decoder_contrib", of_decoder)):
@@ -312,15 +303,8 @@ def test_a_weight_is_stored_once_and_the_file_is_small(way: str, share: float, d
     joint = sum(tensors[name].nbytes for name in both if ".self.weight." in name or name.endswith(".self.bias"))
     size = (folder / WEIGHTS).stat().st_size - joint
     assert size < share * (dates_bundle / WEIGHTS).stat().st_size
-    spans: dict[str, set[str]] = {}
-    for path in folder.glob("*.onnx"):
-        graph = onnx.load(str(path), load_external_data=False).graph
-        for weight in graph.initializer:
-            if weight.data_location == TensorProto.EXTERNAL:
-                found = {item.key: item.value for item in weight.external_data}
-                assert found["location"] == WEIGHTS
-                spans.setdefault(weight.name, set()).add(found["offset"])
-    assert all(len(offsets) == 1 for offsets in spans.values())
+    spans = weight_spans(folder.glob("*.onnx"), WEIGHTS)
+    assert all(len(places) == 1 for places in spans.values())
     tables = {name.split(".")[3] for name in tensors if name.startswith("enc.embed.weight.")}
     assert tables == {"int8_blocks", *(["int8_columns"] if way == "int8 throughput" else [])}
 

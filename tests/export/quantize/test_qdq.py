@@ -15,11 +15,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from tests.export.quantize.conftest import Loss, write_graph
+from tests.export.quantize.conftest import Loss, weight_spans, write_graph
+from tests.export.test_capacity import build_plan
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, Form, GraphEntry, ModelSpec, TensorSpec
 from tfexport.errors import GraphError
-from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.nn.directory import load_weights
 from tfexport.precision import WeightType
@@ -27,18 +27,12 @@ from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.tensorrt._library import load_library
-from tfexport.tensorrt.build._profiles import make_profiles
-from tfexport.tensorrt.build.builder import build_engine, resolve_options
-from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.config import EngineConfig
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 TYPES: tuple[WeightType, ...] = get_args(WeightType)
 
 
 def portable(bundle: Bundle) -> dict[str, GraphEntry]:
-    """Return the graphs that an engine can be built from."""
     graphs = bundle.manifest.graphs
     return {name: entry for name, entry in graphs.items() if not name.endswith("_contrib") and name != REORDER}
 
@@ -58,7 +52,6 @@ def session(directory: Path, spec: ModelSpec, form: Form) -> OrtSession:
 
 
 def rounded(matrix: torch.Tensor, weights: WeightType) -> torch.Tensor:
-    """Round a matrix [outputs, inputs] the plain way, in torch."""
     largest = {"int8": 127, "int4": 7, "fp8": 448}[weights]
     blocks = matrix.unflatten(1, (-1, 64 if weights == "int4" else matrix.shape[1]))
     scale = blocks.abs().amax(-1, keepdim=True) / largest
@@ -111,21 +104,12 @@ def test_held_out_dates_are_read_as_well(
 def test_contract_opset_and_sharing(weights: WeightType, opset: int, dates_bundle: Path, once: Once) -> None:
     bundle = open_bundle(dates_bundle)
     folder = narrow(bundle, once, weights)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "decoder.onnx",
-        "decoder_static.onnx",
-        "encoder.onnx",
-        QUANTIZED_WEIGHTS,
-    ]
-    spans: dict[str, set[tuple[str, str]]] = {}
+    files = {"decoder.onnx", "decoder_static.onnx", "encoder.onnx", QUANTIZED_WEIGHTS}
+    assert {path.name for path in folder.iterdir()} == files
     for name, entry in portable(bundle).items():
         model = onnx.load(str(folder / entry.file), load_external_data=False)
         assert model.opset_import[0].version == (24 if name == "decoder_static" else opset)
-        for weight in model.graph.initializer:
-            if weight.data_location == onnx.TensorProto.EXTERNAL:
-                found = {item.key: item.value for item in weight.external_data}
-                assert found["location"] == QUANTIZED_WEIGHTS
-                spans.setdefault(weight.name, set()).add((found["offset"], found["length"]))
+    spans = weight_spans(folder.glob("*.onnx"), QUANTIZED_WEIGHTS)
     assert all(len(places) == 1 for places in spans.values()), "both decoders read the same bytes"
     length = sum(int(length) for _, length in set.union(*spans.values()))
     assert length <= (folder / QUANTIZED_WEIGHTS).stat().st_size <= length + 64 * len(spans)
@@ -211,7 +195,6 @@ def test_what_is_small_or_read_otherwise_stays(tmp_path: Path) -> None:
 
 @pytest.fixture
 def copied(dates_bundle: Path, tmp_path: Path) -> Bundle:
-    """A bundle to damage, opened before."""
     shutil.copytree(dates_bundle, tmp_path / "copy")
     (tmp_path / "out").mkdir()
     return open_bundle(tmp_path / "copy")
@@ -246,15 +229,7 @@ def test_a_graph_that_points_elsewhere_is_refused(key: str, value: str, reason: 
 
 
 def plan_size(directory: Path, name: str, spec: ModelSpec) -> int:
-    """Build an engine of a graph, and return its size."""
-    form: Form = "static" if name == "decoder_static" else "concat"
-    # The first that has float8; one build for another fails by name of the type.
-    settings = EngineConfig(target="tensorrt-rtx", max_batch=4, compute_capabilities=("8.9",))
-    profiles, path = make_profiles(spec, form, settings), directory / f"{name}.onnx"
-    raw = fix_capacity(path, profiles.limits.max_target_length) if form == "static" else path.read_bytes()
-    library = load_library("tensorrt-rtx")
-    network = parse_graph(library, Graph(name, raw, path))
-    return len(build_engine(network, profiles.engines[name], resolve_options(library, settings, None)))
+    return len(build_plan(directory, name, spec))
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,12 @@ BFLOAT16 = helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
 
 
 def matrices(rows: int = 3, columns: int = 2 * BLOCK) -> st.SearchStrategy[NDArray[np.float32]]:
-    """Draw what checkpoints hold and a little more: large, tiny and zero rows side by side."""
     weights = arrays.arrays(np.float32, (rows, columns), elements=st.floats(-4, 4, width=32))
     sizes = arrays.arrays(np.float32, (rows, 1), elements=st.sampled_from([0.0, 1e-12, 1e-5, 1e-3, 1.0, 1e3]))
     return st.builds(lambda weight, size: (weight * size).astype(np.float32), weights, sizes)
 
 
 def steps(rounded: Rounded) -> NDArray[np.float64]:
-    """Lay the scales out like the matrix."""
     scales = rounded.scales.astype(np.float64)
     if rounded.block:
         return scales.repeat(rounded.block, rounded.axis)
@@ -78,7 +76,6 @@ def test_int4_becomes_int8_where_no_block_fits(inputs: int) -> None:
 
 
 def unpacked(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.float64]:
-    """Read values out of bytes along the last axis, one after the other and bit by bit."""
     ones = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
     return (ones * 2.0 ** np.arange(bits)).sum(-1)[..., :count]
 
