@@ -154,7 +154,7 @@ def test_a_configuration_takes_the_place_of_all_defaults(model: Model) -> None:
 def test_inspect_shows_them(folder: Path) -> None:
     for name in ("model", "bundle"):
         shown = run("inspect", folder / name).stdout
-        assert "Generation, unless told otherwise" in shown
+        assert "Generation defaults" in shown
         assert "no_repeat_ngram_size  2\n" in shown
         found = json.loads(run("inspect", folder / name, "--json").stdout)["generation"]
         assert found == {name: value for name, value in SAID.items() if name not in OF_THE_MODEL}

@@ -41,7 +41,7 @@ from tfexport.tensorrt.store import engine_names, open_engine
 _CERTIFICATE_TYPES = {"layout": str, "proven": bool, "switches": dict, "lines": dict, "unverified": list}
 _SIGNATURES = {
     None: "not signed",
-    "unchecked": "signed, by whom was not checked: give --trusted-keys",
+    "unchecked": "signed, signature not checked: use --trusted-keys",
     "trusted": "signed with a trusted key",
 }
 
@@ -148,7 +148,7 @@ def _certificate(path: Path) -> dict[str, Any] | None:
         isinstance(found.get(name), kind) for name, kind in _CERTIFICATE_TYPES.items()
     )
     if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
-        raise ConfigError(f"{path}: is no certificate of an import; import the checkpoint again")
+        raise ConfigError(f"{path}: is not a valid import certificate; import the checkpoint again")
     files = read_sources(found.get("checkpoint", {}), f"{path}: checkpoint")
     return {**found, "checkpoint": {name: file.to_dict() for name, file in files.items()}}
 
@@ -176,9 +176,9 @@ def _stored_tensors(path: Path) -> list[dict[str, Any]]:
 
 
 def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
-    spec, parity, narrow = found["spec"], found["parity"], found["quantization"]
-    precision = f"{narrow['weights']} for {narrow['optimize_for']}" if narrow else spec["precision"]
-    proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED its verification"
+    spec, parity, quantization = found["spec"], found["parity"], found["quantization"]
+    precision = f"{quantization['weights']} for {quantization['optimize_for']}" if quantization else spec["precision"]
+    proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED verification"
     identity = [f"{name} {value}" for name, value in found["identity"].items() if value is not None]
     module, origin = found["module"], found["provenance"]
     lines = [
@@ -187,7 +187,7 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
         f"  sha256 {found['sha256']}",
         f"  {_SIGNATURES[found['signature']]}",
         f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
-        *([f"  of the module {module['name']}, weights sha256 {module['weights_sha256']}"] if module else []),
+        *([f"  module {module['name']}, weights sha256 {module['weights_sha256']}"] if module else []),
         *_checkpoint_lines(found),
     ]
     if origin:
@@ -227,10 +227,7 @@ def _tokenizers(bundle: Bundle) -> dict[str, Any]:
 
 
 def _read_tokenizer(path: Path) -> tuple[str | None, dict[int, str]]:
-    """Return the kind of model and the tokens of a tokenizer.json.
-
-    An invalid file has no tokens.
-    """
+    """Return the model type and tokens of a tokenizer.json; empty if invalid."""
     try:
         data = json.loads(path.read_bytes())
         model = data["model"]
@@ -248,16 +245,16 @@ def _read_tokenizer(path: Path) -> tuple[str | None, dict[int, str]]:
 def _token_rows(ids: Mapping[str, int | None], tokenizers: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
     for name, number in ids.items():
         if number is not None:
-            called = (json.dumps(one["tokens"][name], ensure_ascii=False) for one in tokenizers.values())
-            yield name, number, " ".join(called)
+            tokens = (json.dumps(one["tokens"][name], ensure_ascii=False) for one in tokenizers.values())
+            yield name, number, " ".join(tokens)
 
 
 def _text_lines(text: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> list[str]:
     if not tokenizers:
-        return ["  no tokenizer: ids go in and out"]
+        return ["  no tokenizer: input and output are token ids"]
     kind = "tokenizers of source and target" if TARGET_TOKENIZER in tokenizers else "one tokenizer"
     count = len(text["samples"])
-    proof = f"compared with {count} recorded text{'s' if count > 1 else ''}" if count else "never compared with texts"
+    proof = f"compared with {count} recorded text{'s' if count > 1 else ''}" if count else "not compared with texts"
     around = [
         (name, ", ".join(map(str, text[name])))
         for name in ("source_prefix", "source_suffix", "target_prefix")
@@ -268,10 +265,12 @@ def _text_lines(text: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> list[
 
 
 def _engine_lines(engine: Mapping[str, Any]) -> list[str]:
-    stale = "stale, " if engine.get("stale") else ""
-    state = f"{stale}may not be used here: {engine['problem']}" if engine["problem"] else "may be used here"
     if engine["problem"] is None:
-        state = f"{stale}not compared with this machine"
+        state = "not compared with this machine"
+    else:
+        state = f"cannot be used here: {engine['problem']}" if engine["problem"] else "can be used here"
+    if engine.get("stale"):
+        state = f"stale, {state}"
     if "target" not in engine:
         return [f"  {state}"]
     kind = ", ".join(part for part in (engine["form"], engine["precision"], engine["weights"]) if part)
@@ -297,9 +296,8 @@ def _model_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _generation_lines(found: Mapping[str, Any]) -> list[str]:
-    defaults = found["generation"]
-    rows = ((name, json.dumps(value)) for name, value in defaults.items())
-    return ["", "Generation, unless told otherwise", *_table(rows)] if defaults else []
+    rows = [(name, json.dumps(value)) for name, value in found["generation"].items()]
+    return ["", "Generation defaults", *_table(rows)] if rows else []
 
 
 def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
@@ -314,8 +312,7 @@ def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:
-    files = found["checkpoint"]
-    return [f"  imported from {name}, sha256 {file['sha256']}" for name, file in files.items()]
+    return [f"  imported from {name}, sha256 {file['sha256']}" for name, file in found["checkpoint"].items()]
 
 
 def _graph_lines(found: Mapping[str, Any]) -> list[str]:

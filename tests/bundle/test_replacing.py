@@ -121,7 +121,7 @@ def test_engines_are_kept_and_stale_if_their_sources_changed(bundle: Path, engin
     shown = CliRunner().invoke(main, ["inspect", str(bundle), "--json"])
     assert json.loads(shown.stdout)["engines"][NAME]["stale"] is True
     shown = CliRunner().invoke(main, ["inspect", str(bundle)])
-    assert "  stale, may not be used here: weights.safetensors: built with" in shown.stdout
+    assert "  stale, cannot be used here: weights.safetensors: built with" in shown.stdout
 
 
 def test_a_bundle_is_not_replaced_while_an_engine_is_built(bundle: Path, engine: Path) -> None:

@@ -271,7 +271,7 @@ def test_inspect_prints_whether_the_bundle_is_signed(dates: Path, dates_bundle: 
     assert (inspect_path(dates)["signature"], inspect_path(dates_bundle)["signature"]) == ("unchecked", None)
     assert inspect_path(dates, trusted_keys=[keys.trust])["signature"] == "trusted"
     assert "\n  not signed\n" in run("inspect", dates_bundle).stdout
-    assert "\n  signed, by whom was not checked: give --trusted-keys\n" in run("inspect", dates).stdout
+    assert "\n  signed, signature not checked: use --trusted-keys\n" in run("inspect", dates).stdout
     assert "\n  signed with a trusted key\n" in run("inspect", dates, "--trusted-keys", keys.trust).stdout
     done = run("inspect", dates, "--trusted-keys", others.trust)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)

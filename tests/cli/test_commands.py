@@ -147,7 +147,7 @@ def test_inspect_shows_token_ids_and_tokenizers(verified: Path, dates_bundle: Pa
     assert f"  tokenizer.json  {shown['model']}  {shown['size']} tokens\n" in text
     without = run("inspect", verified).stdout
     assert "Tokens\n  pad" in without
-    assert "no tokenizer: ids go in and out" in without
+    assert "no tokenizer: input and output are token ids" in without
 
 
 def test_inspect_a_graph_agrees_with_the_manifest(verified: Path) -> None:

@@ -224,7 +224,7 @@ def test_inspect_lists_engines(built: Path) -> None:
     text = run("inspect", built).stdout
     assert f"Engine {name}\n  tensorrt-rtx {trt.__version__} for 8.9: static, fp32, " in text
     if not find_gpus():
-        assert "may not be used here: GPU: built with 8.9, here is none that can be used" in text
+        assert "cannot be used here: GPU: built with 8.9, here is none that can be used" in text
 
 
 def test_inspect_says_what_is_damaged_and_shows_the_rest(copy: Path) -> None:
