@@ -51,7 +51,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all axes reversed": lambda x: x.transpose(0, 2).T + 1,
     "square": lambda x: x.square() + 1,
     "a number as a tensor": lambda x: x + torch.tensor(0.5),
-    "whole numbers": lambda x: x / 4 * (x > 1) + torch.where(x < 0, 2.0, -3.0),
+    "whole numbers": lambda x: x / 4 + torch.where(x > 1, 2.0, -3.0) + torch.where(x > 1, x, 5),
+    "a product of two types, of which one is bool": lambda x: x * (x > 1),
     "a product of two types, or a comparison": lambda x: x.to(torch.int64) > 0.5,
     "a product of two types, of which one is a size": lambda x: x * x.shape[0],
 }

@@ -40,7 +40,6 @@ _ASSERTIONS = {_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.defau
 _EXPORTER = "torch.onnx._internal.exporter"
 # Exists since PyTorch 2.13.
 _STACK_TRACES = "do_not_emit_stack_traces"
-_log = logging.getLogger(__name__)
 
 # Different sizes above 1, so that PyTorch does not treat two dimensions as one.
 SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4, "capacity": 7}
@@ -180,7 +179,8 @@ def _promotes(node: Node) -> bool:
     types = {value.dtype for value in values if isinstance(value, Tensor)}
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return bool(types) and result.dtype not in types
-    types -= {torch.bool}  # conditions are bool
+    if cast(Any, node.target).overloadpacket in (_ATEN.where, _ATEN.masked_fill):
+        types -= {torch.bool}  # of the condition
     # The exporter gives a Python number the type of the tensors; a size is a tensor in the graph.
     types |= {torch.int64 for value in values if isinstance(value, torch.SymInt)}
     types |= {torch.float32 for value in values if isinstance(value, torch.SymFloat)}
@@ -274,8 +274,7 @@ def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
     try:
         core, operators = importlib.import_module(_EXPORTER + "._core"), _operators(opset)
         export, translate = core.export, core._exported_program_to_onnx_program
-    except (ImportError, AttributeError):
-        _log.info("export is slower with this version of PyTorch, because its exporter is unknown")
+    except (ImportError, AttributeError):  # another version of PyTorch
         found: Any = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
         return cast(ir.Model, found.model)
     if isinstance(program, Lowered) and not promotes(program):
