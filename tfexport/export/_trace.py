@@ -181,13 +181,11 @@ def _promotes(node: Node) -> bool:
         return bool(types) and result.dtype not in types
     if cast(Any, node.target).overloadpacket in (_ATEN.where, _ATEN.masked_fill):
         types -= {torch.bool}  # of the condition
-    # The exporter gives a Python number the type of the tensors; a size is a tensor in the graph.
+    # The exporter gives a whole number the type of the tensors; a size is a tensor in the graph.
     types |= {torch.int64 for value in values if isinstance(value, torch.SymInt)}
-    types |= {torch.float32 for value in values if isinstance(value, torch.SymFloat)}
+    types |= {torch.float32 for value in values if isinstance(value, float | torch.SymFloat)}
     if result.dtype != torch.bool:
         types.add(result.dtype)
-    elif any(isinstance(value, float) for value in values) and not any(dtype.is_floating_point for dtype in types):
-        return True  # compares integers with a fraction
     return len(types) > 1
 
 
