@@ -71,7 +71,7 @@ def test_what_would_be_wrong_is_named(name: str) -> None:
     operator = graph.graph.node[0].op_type
     assert problem.startswith(f"{operator} 'a' has ")
     assert reason in problem
-    assert problem.endswith("which TensorRT ignores or misreads; use a mask [batch, 1, target_len, len] instead")
+    assert problem.endswith("which TensorRT ignores or misreads; give it a mask [batch, 1, target_len, len] instead")
 
 
 @pytest.mark.parametrize("name", RIGHT)

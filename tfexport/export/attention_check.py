@@ -40,7 +40,7 @@ def attention_problems(model: ir.Model | bytes) -> list[str]:
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
     return [
         f"{node.op_type} {shortened(node.name or '')} has {reasons}, "
-        "which TensorRT ignores or misreads; use a mask [batch, 1, target_len, len] instead"
+        "which TensorRT ignores or misreads; give it a mask [batch, 1, target_len, len] instead"
         for node in nodes
         if (reasons := " and ".join(_reasons(node, is_top=node.graph is model.graph)))
     ]
