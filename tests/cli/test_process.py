@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -60,9 +61,7 @@ def test_no_file_gets_the_number_of_a_stream() -> None:
 
 
 def test_a_pipe_whose_reader_has_gone(dates_bundle: Path) -> None:
-    with subprocess.Popen(
-        [TFEXPORT, "inspect", dates_bundle], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([TFEXPORT, "inspect", dates_bundle], stdout=PIPE, stderr=PIPE, text=True) as process:
         assert process.stdout
         assert process.stderr
         process.stdout.close()
@@ -80,9 +79,8 @@ def test_a_pipe_whose_reader_has_gone(dates_bundle: Path) -> None:
 def test_a_signal_during_an_export(number: int, is_there: bool, code: int, said: str, copy: Path) -> None:
     before = open_bundle(copy)
     output = copy if is_there else copy.with_name("new")
-    with subprocess.Popen(
-        [TFEXPORT, *TINY, "--output", output, "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [TFEXPORT, *TINY, "--output", output, "--force"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         assert process.stderr
         for line in process.stderr:
             if line.startswith("tracing"):

@@ -55,20 +55,12 @@ ODD_TEXTS = ["the quick brown fox", "3 May 1999", "naïve café 🙂 ٣ مارس
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of input.
-
-    Attributes:
-        examples: damaged inputs.
-        use: uses an input as a user would, and returns its content; raises TfexportError if it is refused.
-        original: what `use` returns for an undamaged input; None if there is none.
-        is_summed: a checksum covers every byte, so only the original may be accepted.
-        close: frees what `use` needs.
-    """
+    """One kind of input: damaged examples, and `use`, which reads one as a user would and returns its content."""
 
     examples: st.SearchStrategy[bytes]
     use: Callable[[bytes], Any]
-    original: Any = None
-    is_summed: bool = False
+    original: Any = None  # what `use` returns for an undamaged input
+    is_summed: bool = False  # a checksum covers every byte, so only the original may be accepted
     close: Callable[[], object] = lambda: None
 
 
@@ -130,12 +122,11 @@ def sealed(raw: bytes) -> bytes:
 
 
 def digest(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    return {name: None if tensor is None else _hash(tensor) for name, tensor in tensors.items()}
+    def described(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
+        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest()
 
-
-def _hash(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
-    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest()
+    return {name: tensor if tensor is None else described(tensor) for name, tensor in tensors.items()}
 
 
 def weights(path: Path) -> dict[str, Any]:
@@ -211,7 +202,8 @@ def options(originals: Path, scratch: Path) -> Kind:
 
     numbers = st.integers(-3, 12) | st.sampled_from([2**31, 2**63, -(2**63), 10**30, 400]) | st.floats()
     words = st.none() | st.booleans() | st.text(max_size=4) | st.sampled_from(["never", "auto", "-", ""])
-    odd: st.SearchStrategy[Any] = st.recursive(numbers | words, lambda inner: st.lists(inner, max_size=3), max_leaves=6)
+    lists = st.lists(numbers | words | st.lists(numbers | words, max_size=3), max_size=3)
+    odd: st.SearchStrategy[Any] = numbers | words | lists
     fields = {setting.name: setting for setting in settings(DecodeConfig)}
 
     def values(name: str) -> st.SearchStrategy[Any]:

@@ -27,10 +27,9 @@ from tfexport.importing.config import ImportConfig
 from tfexport.serve.config import Limits, ServingConfig, named_bundles
 from tfexport.tensorrt.config import EngineConfig, Target
 
-_FORMER_NAMES = {"golden": "reference"}
 
-
-@click.command("import", context_settings={"token_normalize_func": lambda name: _FORMER_NAMES.get(name, name)})
+# `--golden` is the former name of `--reference`.
+@click.command("import", context_settings={"token_normalize_func": lambda key: {"golden": "reference"}.get(key, key)})
 @click.argument("checkpoint", type=PATH)
 @click.option("--output", type=PATH, required=True, help="Model directory to write.")
 @click.option(
