@@ -164,7 +164,7 @@ def test_a_language_that_somebody_added(tmp_path: Path) -> None:
     config = ImportConfig(source_language="tyv_Cyrl")
     write(tmp_path, added_tokens={"tyv_Cyrl": "many"})
     write_model(tmp_path, found)
-    with pytest.raises(CheckpointError, match="added tokens are damaged, expected ids"):
+    with pytest.raises(CheckpointError, match="added tokens are invalid, expected ids"):
         import_checkpoint(tmp_path, tmp_path / "model", config)
     write(tmp_path, added_tokens={"tyv_Cyrl": added})
     import_checkpoint(tmp_path, tmp_path / "model", config)
