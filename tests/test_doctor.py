@@ -125,7 +125,7 @@ class InferenceSession:
 
 
 def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_TRY", "import time; time.sleep(60)")
+    monkeypatch.setattr(probes, "_PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(registry, "backends", lambda: (registry.get("ort"),))
     monkeypatch.setattr(doctor, "find_gpus", lambda: ([], "none"))
     monkeypatch.setattr(probes, "TIMEOUT_S", 0.5)
