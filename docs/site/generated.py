@@ -2,7 +2,7 @@
 
 `<!-- settings: MODULE:CLASS -->` becomes a table of a configuration's fields, `<!-- http -->` the endpoints and the
 schemas of the server, `<!-- commands -->` the help of every command, `<!-- layouts -->` the built-in layouts, and
-`<!-- switches -->` the values of the switches.
+`<!-- switches -->` the values of the switches, `<!-- presets -->` the sizes of the presets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import click
 from tfexport.cli import main
 from tfexport.config import Ge, Gt, Le, Lt, Setting, settings
 from tfexport.importing.layout.layout import builtin_layouts
+from tfexport.nn.presets import PRESETS, preset
 from tfexport.nn.switches import SWITCHES
 from tfexport.serve.app import build_app
 from tfexport.serve.config import HttpConfig
@@ -28,7 +29,7 @@ SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks of a page."""
     markdown = re.sub(r"<!-- settings: (\S+):(\S+) -->", lambda mark: _settings(mark[1], mark[2]), markdown)
-    for lines in (_commands, _http, _layouts, _switches):
+    for lines in (_commands, _http, _layouts, _switches, _presets):
         mark = f"<!-- {lines.__name__[1:]} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, "\n".join(lines()))
@@ -66,6 +67,18 @@ def _switches() -> Iterator[str]:
     for name, switch in SWITCHES.items():
         values = switch.values.__name__ if isinstance(switch.values, type) else ", ".join(switch.values)
         yield f"| `{name}` | {values} | {'required' if switch.default is None else f'`{switch.default}`'} |"
+
+
+def _presets() -> Iterator[str]:
+    yield "| name | d_model | layers | heads | d_ff | vocabulary | lengths |\n|---|---|---|---|---|---|---|"
+    for name in PRESETS:
+        config = preset(name)
+        sides = [side for side in (config.encoder, config.decoder) if side]
+        layers = " + ".join(str(side.layers) for side in sides)
+        vocabulary = " / ".join(str(size) for size in (config.source_vocab, config.target_vocab) if size)
+        lengths = " / ".join(str(size) for size in (config.max_source_length, config.max_target_length) if size)
+        sizes = (config.d_model, layers, sides[0].num_heads, sides[0].d_ff, vocabulary, lengths)
+        yield f"| `{name}` | {' | '.join(map(str, sizes))} |"
 
 
 def _http() -> Iterator[str]:
