@@ -45,7 +45,8 @@ def _row(one: Setting) -> str:
     kinds = " or ".join(kind.__name__ if isinstance(kind, type) else str(kind) for kind in one.types)
     kinds = re.sub(r"Annotated\[([^,]+), [^]]*\]", r"\1", kinds.replace("NoneType", "None"))
     kinds = re.sub(r"\b(?:\w+\.)+(?=\w)", "", kinds)
-    bounds = ", ".join(f"{SIGNS[type(bound)]} {bound.limit:g}" for bound in one.bounds)
+    kinds = re.sub(r"Literal\[([^]]*)]", lambda found: found[1].replace("'", "`"), kinds)
+    bounds = ", ".join(f"{SIGNS[type(bound)]} {bound.limit:,}" for bound in one.bounds)
     default = "required" if one.default is dataclasses.MISSING else f"`{one.default!r}`"
     return f"| `{one.name}` | {kinds}{', ' if bounds else ''}{bounds} | {default} | {one.help} |"
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from tfexport.config import MAX_SIZE, Config, Ge, Heads, Layers, Lt, Size
+from tfexport.config import MAX_SIZE, Config, Ge, Heads, Help, Layers, Lt, Size
 from tfexport.contract import ModelSpec, TokenIds
 from tfexport.errors import ConfigError, shortened
 from tfexport.nn.switches import (
@@ -25,21 +25,17 @@ Side = Literal["encoder", "decoder"]
 
 
 class StackConfig(Config, subject="stack"):
-    """Sizes and norm placement of one side, encoder or decoder.
-
-    `d_k` and `d_v` are the widths of one head's keys and values; None means d_model / num_heads. If `num_kv_heads` is
-    less than `num_heads`, adjacent heads share keys and values; None means `num_heads`.
-    """
+    """Sizes and norm placement of one side, encoder or decoder."""
 
     layers: Layers
     num_heads: Heads
     d_ff: Size
-    norm_place: NormPlace
-    final_norm: bool
-    d_k: Size | None = None
-    d_v: Size | None = None
-    num_kv_heads: Heads | None = None
-    residual_scale: float = 1.0
+    norm_place: Annotated[NormPlace, Help("norm(x + f(x)); x + f(norm(x)); x + norm(f(norm(x)))")]
+    final_norm: Annotated[bool, Help("a norm after the last layer")]
+    d_k: Annotated[Size | None, Help("width of a head's queries and keys; None: d_model / num_heads")] = None
+    d_v: Annotated[Size | None, Help("width of a head's values; None: d_model / num_heads")] = None
+    num_kv_heads: Annotated[Heads | None, Help("neighboring heads share keys and values; None: num_heads")] = None
+    residual_scale: Annotated[float, Help("factor on x in the residual sum")] = 1.0
 
     def _problems(self) -> Iterator[str]:
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
@@ -50,47 +46,53 @@ class StackConfig(Config, subject="stack"):
 class TransformerConfig(Config, subject="model"):
     """The canonical transformer: sizes and switches.
 
-    docs/reference/model.md describes the switches; `tfexport.nn.switches` lists their values. `decoder` is None for an
-    encoder-only model.
-
-    `attention_scale` None means 1/sqrt(d_k), and `rotary_dim` None means all of d_k. `tie_embeddings` shares one table
-    between encoder and decoder; `tie_output` uses the decoder's table as the output projection. `max_source_length` and
-    `max_target_length` are the number of rows of the position tables, or only limits if there are no tables.
+    `decoder` is None for an encoder-only model.
     """
 
     d_model: Size
     source_vocab: Size
-    max_source_length: Size
+    max_source_length: Annotated[Size, Help("rows of the position table, or only a limit if there is none")]
     encoder: StackConfig
     decoder: StackConfig | None
     tokens: TokenIds
     target_vocab: Size | None = None
     max_target_length: Size | None = None
-    embedding_norm: bool = False
-    norm: Norm = "layernorm"
-    norm_eps: Annotated[float, Ge(0)] = 1e-5
-    qk_norm: QkNorm = "none"
-    activation: Activation = "relu"
-    feed_forward: FeedForward = "mlp"
-    relative_bias: RelativeBias = "none"
+    embedding_norm: Annotated[bool, Help("a norm after embedding + position")] = False
+    norm: Annotated[
+        Norm,
+        Help("(x − mean)/√(biased var + eps); (x − mean)/(unbiased std + eps); x/√(mean x² + eps), without bias"),
+    ] = "layernorm"
+    norm_eps: Annotated[float, Ge(0), Help("eps in `norm`")] = 1e-5
+    qk_norm: Annotated[QkNorm, Help("norm on queries and keys before rotation: per head, or all heads together")] = (
+        "none"
+    )
+    activation: Annotated[Activation, Help("`gelu` is exact, `relu2` is squared `relu`")] = "relu"
+    feed_forward: Annotated[FeedForward, Help("fc2(act(fc1 x)), or fc2(act(fc1 x) · gate x)")] = "mlp"
+    relative_bias: Annotated[
+        RelativeBias, Help("learned by head and distance, a table per side or per layer; `alibi`: −distance · slope")
+    ] = "none"
     relative_buckets: int = 32
-    relative_max_distance: Size = 128
-    positions: Positions = "table"
-    rotary_base: float = 10000.0
-    rotary_dim: Size | None = None
-    rotary_pairs: RotaryPairs = "halves"
-    rotary_cross: bool = False
-    embedding_scale: float = 1.0
-    attention_scale: float | None = None
-    attention_softcap: Annotated[float, Ge(0)] = 0.0
-    logit_scale: float = 1.0
-    logit_softcap: Annotated[float, Ge(0)] = 0.0
+    relative_max_distance: Annotated[Size, Help("distances from here on share the last bucket")] = 128
+    positions: Annotated[Positions, Help("a stored table; `rotary` rotates queries and keys of self-attention")] = (
+        "table"
+    )
+    rotary_base: Annotated[float, Help("pair i is rotated by position · base^(−2i / dim), in float32")] = 10000.0
+    rotary_dim: Annotated[Size | None, Help("number of rotated columns of a head, from the first; None: d_k")] = None
+    rotary_pairs: Annotated[RotaryPairs, Help("pairs are i and i + dim/2, or 2i and 2i + 1")] = "halves"
+    rotary_cross: Annotated[bool, Help("rotate queries and keys of cross-attention too")] = False
+    embedding_scale: Annotated[float, Help("factor on token embeddings; √d_model in the paper")] = 1.0
+    attention_scale: Annotated[float | None, Help("factor on the scores; None: 1/√d_k")] = None
+    attention_softcap: Annotated[
+        float, Ge(0), Help("c · tanh(scores / c) before the bias and the mask; 0 for none")
+    ] = 0.0
+    logit_scale: Annotated[float, Help("factor on the logits, bias included")] = 1.0
+    logit_softcap: Annotated[float, Ge(0), Help("c · tanh(logits / c); 0 for none")] = 0.0
     attention_bias: bool = True
     feed_forward_bias: bool = True
     norm_bias: bool = True
     output_bias: bool = True
-    tie_embeddings: bool = False
-    tie_output: bool = False
+    tie_embeddings: Annotated[bool, Help("share one table between encoder and decoder")] = False
+    tie_output: Annotated[bool, Help("use the decoder's table as the output projection")] = False
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
 
     @classmethod
