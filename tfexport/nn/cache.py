@@ -71,11 +71,12 @@ class SelfAttention:
         """
         query, key, value = (split_rows(part, self.rows) for part in (query, key, value))
         stored = self.update(layer, KeyValue(key, value))
+        return merge_rows(self._context(query, stored, bias, scale, softcap))
+
+    def _context(self, query: Tensor, stored: KeyValue, bias: Tensor | None, scale: float, softcap: float) -> Tensor:
         mask = self.mask if self.mask.dim() == 4 else self.mask[:, None, None, :]
-        return merge_rows(
-            dot_product_attention(
-                query, stored.key, stored.value, mask, bias, scale=scale, softcap=softcap, dropout=self.dropout
-            )
+        return dot_product_attention(
+            query, stored.key, stored.value, mask, bias, scale=scale, softcap=softcap, dropout=self.dropout
         )
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
