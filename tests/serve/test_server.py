@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from tests.conftest import ROOT
 from tests.serve.running import COMMAND, PATIENCE_S, Running, eventually, running
-from tests.test_docs import same, table
+from tests.test_docs import same
 from tfexport.cli import main
 from tfexport.serve.config import ServerConfig
 from tfexport.serve.server import SEND_BUFFER_BYTES, listen
@@ -31,7 +31,6 @@ from tfexport.serve.server import SEND_BUFFER_BYTES, listen
 DATE = "Dienstag, 3. März 2026"
 GUIDE = ROOT / "docs" / "guides" / "serving.md"
 SESSIONS = re.findall(r"^\$ curl (.*)\n((?:(?!\$ |```).*\n)*)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
-PROMISES = table(GUIDE, "what happens")
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +89,6 @@ def test_curl_is_answered_as_shown(server: Running, command: str, shown: str) ->
 def test_sessions_were_found() -> None:
     assert len(SESSIONS) == 5
     assert all(shown for _, shown in SESSIONS)
-
-
-@pytest.mark.parametrize("row", PROMISES, ids=[row[0] for row in PROMISES])
-def test_every_promise_has_its_test(row: list[str]) -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "serve").rglob("test_*.py"))
-    named = re.findall(r"`(test_\w+)`", row[3])
-    assert named
-    for name in named:
-        assert f"def {name}(" in sources
 
 
 def test_a_flood_is_answered_or_told_to_come_again(server: Running) -> None:

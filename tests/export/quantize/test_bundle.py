@@ -110,7 +110,7 @@ def test_a_quantised_bundle_of_another_model_fails(int4: Path, tmp_path: Path) -
 
 
 def test_what_needs_wide_weights_is_refused_with_the_remedy(int4: Path) -> None:
-    with pytest.raises(BundleError, match=r"holds int4 weights .* no eager model; use --backend ort, or export it"):
+    with pytest.raises(BundleError, match="no eager model"):
         tfexport.load(int4, backend="eager")
     with pytest.raises(BackendError, match=r"int4 weights for the CPU; for device cuda export it again with .* fp16"):
         tfexport.load(int4, device="cuda")
