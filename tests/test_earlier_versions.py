@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tfexport
+from tfexport.describe import inspect_path
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 
@@ -36,6 +37,11 @@ def generated(bundle: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["fp32", "int8"])
 def test_bundles_generate_the_same(name: str) -> None:
     assert generated(EARLIER / name) == EXPECTED[name]
+
+
+@pytest.mark.parametrize(("name", "status"), [("fp32", "consistent"), ("int8", "unproven"), ("encoder", "consistent")])
+def test_the_status_follows_from_the_fields_of_the_manifest(name: str, status: str) -> None:
+    assert inspect_path(EARLIER / name)["status"] == status
 
 
 def test_an_encoder_gives_the_same_vectors() -> None:

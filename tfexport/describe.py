@@ -31,6 +31,7 @@ from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults
 from tfexport.bundle.contents import stale_sources, unlisted_files
 from tfexport.bundle.manifest import read_sources
+from tfexport.bundle.status import REFERENCE, Proof, proof_of
 from tfexport.contract import ALIGNMENT
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
 from tfexport.generation import GenerationDefaults
@@ -90,6 +91,7 @@ def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dic
     manifest["model"] = manifest.pop("kind")
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
     facts = {"kind": "bundle", "path": str(path), "sha256": bundle.sha256, "bytes": sum(sizes), **manifest}
+    facts |= bundle.manifest.proof.to_dict()
     facts["generation"] = read_defaults(bundle).given()
     facts["tokenizers"] = _tokenizers(bundle)
     facts["signature"] = ("unchecked" if keys is None else "trusted") if bundle.is_signed else None
@@ -124,6 +126,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     config = TransformerConfig.from_dict(read_json(path / CONFIG, str(path / CONFIG)), subject=str(path / CONFIG))
     tensors = _stored_tensors(path / MODEL_WEIGHTS)
     files = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_file()}
+    certificate = _certificate(path / CERTIFICATE)
     return {
         "kind": "model",
         "path": str(path),
@@ -131,7 +134,8 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         "config": config.to_dict(),
         "tensors": tensors,
         "generation": _defaults(path / GENERATION),
-        "certificate": _certificate(path / CERTIFICATE),
+        "certificate": certificate,
+        **_proof(certificate).to_dict(),
         "files": {name: _file(entry) for name, entry in files.items()},
     }
 
@@ -150,7 +154,13 @@ def _certificate(path: Path) -> dict[str, Any] | None:
     if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
         raise ConfigError(f"{path}: is not a valid import certificate; import the checkpoint again")
     files = read_sources(found.get("checkpoint", {}), f"{path}: checkpoint")
-    return {**found, "checkpoint": {name: file.to_dict() for name, file in files.items()}}
+    checkpoint = {name: file.to_dict() for name, file in files.items()}
+    return {**found, "checkpoint": checkpoint, **_proof(found).to_dict()}
+
+
+def _proof(certificate: Mapping[str, Any] | None) -> Proof:
+    """Return the proof of an import; certificates of earlier versions have no status."""
+    return proof_of(certificate and (certificate["proven"] or None), REFERENCE)
 
 
 def _inspect_graph(path: Path) -> dict[str, Any]:
@@ -178,21 +188,20 @@ def _stored_tensors(path: Path) -> list[dict[str, Any]]:
 def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     spec, parity, quantization = found["spec"], found["parity"], found["quantization"]
     precision = f"{quantization['weights']} for {quantization['optimize_for']}" if quantization else spec["precision"]
-    proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED verification"
     identity = [f"{name} {value}" for name, value in found["identity"].items() if value is not None]
     module, origin = found["module"], found["provenance"]
     lines = [
-        f"bundle {found['path']}: {found['model']}, {precision}, {_bytes(found['bytes'])}, {proof}",
+        f"bundle {found['path']}: {found['model']}, {precision}, {_bytes(found['bytes'])}",
         *([f"  {', '.join(identity)}"] if identity else []),
         f"  sha256 {found['sha256']}",
+        f"  {found['status']}: {found['proof']}",
         f"  {_SIGNATURES[found['signature']]}",
         f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
         *([f"  module {module['name']}, weights sha256 {module['weights_sha256']}"] if module else []),
         *_checkpoint_lines(found),
     ]
-    if origin:
-        proven = "proven" if origin["proven"] else "NOT PROVEN"
-        lines.append(f"  layout {origin['layout']}, {proven}; certificate sha256 {origin['certificate_sha256']}")
+    if origin and origin["layout"] is not None:
+        lines.append(f"  layout {origin['layout']}, certificate sha256 {origin['certificate_sha256']}")
     lines += [
         *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
         *("", "Tokens", *_table(_token_rows(spec["tokens"], found["tokenizers"]))),
@@ -287,6 +296,7 @@ def _model_lines(found: Mapping[str, Any]) -> list[str]:
     written = ", ".join(f"{number} {dtype}" for dtype, number in dtypes.items())
     return [
         f"model {found['path']}: {found['parameters']:,} parameters, {len(found['tensors'])} tensors ({written})",
+        f"  {found['status']}: {found['proof']}",
         *("", "Configuration", *_table((name, json.dumps(value)) for name, value in found["config"].items())),
         *_generation_lines(found),
         *("", "Tensors", *_table((t["name"], t["dtype"], _shape(t["shape"])) for t in found["tensors"])),
@@ -301,8 +311,8 @@ def _generation_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
-    proof = f"proven: error {found.get('error')}, at most {found.get('tolerance')}" if found["proven"] else "NOT PROVEN"
-    lines = [f"  layout {found['layout']}, {proof}", *(f"  unverified  {entry}" for entry in found["unverified"])]
+    error = f", error {found.get('error')}, at most {found.get('tolerance')}" if found["proven"] else ""
+    lines = [f"  layout {found['layout']}{error}", *(f"  unverified  {entry}" for entry in found["unverified"])]
     lines += _checkpoint_lines(found)
     rows = [
         (name, *(f"{key} {json.dumps(entry.get(key))}" for key in ("value", "nearest", "error")))

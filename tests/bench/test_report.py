@@ -126,7 +126,7 @@ def report(
         },
     }
     count = resolved.processes
-    return build_result(resolved, [process] * count, about, {"passed": True, "source": "verified by its export"})
+    return build_result(resolved, [process] * count, about, {"passed": True, "source": "checked by its export"})
 
 
 URL = "http://127.0.0.1:8000"
@@ -171,9 +171,9 @@ def test_doubts_are_said() -> None:
     data = samples([0.01]).to_dict() | {"unserved": 3}
     process = {"backend": "eager", "cells": [data]}
     about = {"bundle": {}, "input": None, "environment": {}}
-    found = build_result(BenchConfig(batch_size=(1,)), [process], about, {"passed": None, "source": "not verified"})
+    found = build_result(BenchConfig(batch_size=(1,)), [process], about, {"passed": None, "source": "not checked"})
     reasons = [reason.split(":")[0] for reason in found["validity"]["reasons"]]
-    assert reasons == ["parity was not verified", "overloaded"]
+    assert reasons == ["parity was not checked", "overloaded"]
 
 
 # ---- the table

@@ -73,7 +73,7 @@ def test_a_real_run_writes_report_and_page(measured: Path, dates_bundle: Path) -
     assert found["bundle"] == {"name": "dates", "sha256": open_bundle(dates_bundle).sha256, "precision": "fp32"}
     assert found["settings"]["backend"] == "ort"
     assert (found["settings"]["threads"], found["environment"]["threads"]) == (2, 2)
-    assert found["validity"]["reasons"][0] == "parity was not verified"
+    assert found["validity"]["reasons"][0] == "parity was not checked"
     assert [cell["batch_size"] for cell in found["cells"]] == [1, 3]
     for cell in found["cells"]:
         metrics = cell["metrics"]
@@ -113,7 +113,7 @@ def test_an_error_of_the_process_is_told_as_it_is(dates_bundle: Path, tmp_path: 
 def test_the_verification_of_the_export_counts(dates_bundle: Path, tmp_path: Path, canned: list[int]) -> None:
     bundle = with_parity(dates_bundle, tmp_path / "bundle", passed=True)
     found = bench_bundle(bundle, BenchConfig())
-    assert found["parity"] == {"passed": True, "source": "verified by its export"}
+    assert found["parity"] == {"passed": True, "source": "checked by its export"}
     assert canned == [0, 1, 2]
 
 

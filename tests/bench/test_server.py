@@ -82,7 +82,7 @@ def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> 
     assert metrics["slot_occupancy"]["value"] is None
     assert metrics["goodput"]["value"] > 1
     assert metrics["load_time"]["value"] is None
-    assert found["validity"]["reasons"][0] == "parity was not verified"
+    assert found["validity"]["reasons"][0] == "parity was not checked"
     assert f"dates · {url} · http · server at 40 requests/s · 3 texts" in " ".join(result.stdout.split())
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 

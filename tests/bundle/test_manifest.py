@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.bundle.made import edit, fill, refused
 from tfexport.bundle.bundle import create_bundle, open_bundle
-from tfexport.bundle.manifest import Identity, Manifest, Provenance
+from tfexport.bundle.manifest import Identity, Manifest, ModuleEntry, Provenance
 from tfexport.contract import graph_contract
 from tfexport.describe import describe, inspect_path
 from tfexport.errors import ConfigError
@@ -67,13 +68,46 @@ def test_identity_and_provenance_are_stored_and_shown(tmp_path: Path) -> None:
     assert (found["identity"], found["provenance"]) == (NAMED.to_dict(), IMPORTED.to_dict())
     lines = describe(found)
     assert lines[1] == "  name Dates, version 2.1, license Apache-2.0, date 2026-01-31"
-    assert f"  layout hf_marian, proven; certificate sha256 {'0' * 64}" in lines
+    assert f"  layout hf_marian, certificate sha256 {'0' * 64}" in lines
     edit(bundle, lambda data: data["provenance"].update(proven="yes", layout="a\nb", certificate_sha256="x"))
     refused(bundle, "proven is 'yes', expected true or false")
     edit(bundle, lambda data: data["provenance"].update(proven=True))
     refused(
         bundle, "layout is 'a\\nb', expected a name in one line", "certificate_sha256 is 'x', expected 64 hexadecimal"
     )
+
+
+PASSED = {"passed": True}
+MODULE = ModuleEntry(name="mine.Model", weights_sha256="0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ({"parity": PASSED, "provenance": IMPORTED}, "proven"),
+        ({"parity": PASSED, "config": None, "module": MODULE}, "proven"),
+        ({"parity": PASSED}, "consistent"),
+        ({"parity": PASSED, "provenance": replace(IMPORTED, proven=False)}, "consistent"),
+        ({"parity": None, "provenance": IMPORTED}, "unproven"),
+        ({"parity": {"passed": False}, "provenance": IMPORTED}, "unproven"),
+        ({"parity": None}, "unproven"),
+    ],
+)
+def test_the_status_follows_from_what_was_compared(facts: dict[str, Any], status: str, tmp_path: Path) -> None:
+    """In a manifest without the field, as earlier versions wrote it."""
+    with create_bundle(tmp_path / "bundle") as builder:
+        fill(builder, **facts)
+    found = inspect_path(tmp_path / "bundle")
+    assert found["status"] == open_bundle(tmp_path / "bundle").manifest.proof.status == status
+    assert f"  {status}: {found['proof']}" in describe(found)
+
+
+def test_a_status_that_contradicts_the_comparisons_is_refused(tmp_path: Path) -> None:
+    with create_bundle(tmp_path / "bundle") as builder:
+        fill(builder, parity=PASSED, provenance=Provenance(status="consistent"))
+    assert open_bundle(tmp_path / "bundle").manifest.proof.status == "consistent"
+    edit(tmp_path / "bundle", lambda data: data["provenance"].update(status="proven"))
+    refused(tmp_path / "bundle", "provenance.status is proven, but parity and proven make it consistent")
 
 
 @pytest.mark.parametrize(

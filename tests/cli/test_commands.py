@@ -47,10 +47,13 @@ def verified(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 def test_onnx_writes_a_verified_bundle_and_tells_its_progress_on_stderr(verified: Path) -> None:
     stdout, stderr = json.loads(verified.with_name("said").read_text())
-    assert stdout == f"{verified}: encoder-decoder, fp32, verified\n"
+    first, second = stdout.splitlines()
+    assert first == f"{verified}: encoder-decoder, fp32"
+    assert second.startswith("consistent: ")
     assert stderr.startswith("loading preset:tiny\ntracing the encoder\n")
     manifest = json.loads((verified / "manifest.json").read_text())
     assert manifest["parity"]["passed"] is True
+    assert (manifest["provenance"]["status"], manifest["provenance"]["proven"]) == ("consistent", False)
     assert manifest["spec"]["max_source_length"] == 12
     assert set(manifest["graphs"]) == {"encoder", "decoder", "reorder"}
 
@@ -71,8 +74,13 @@ def test_verify_passes_on_what_was_exported(verified: Path) -> None:
     result = run("verify", verified, "--samples", 6, "--seed", 1, "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, found["passed"], found["samples"], found["seed"]) == (0, True, 6, 1)
+    assert found["status"] == "consistent"
     text = run("verify", verified, "--samples", 6)
-    assert (text.exit_code, text.stdout.splitlines()[-1]) == (0, "parity with the eager model: passed")
+    assert text.exit_code == 0
+    assert text.stdout.splitlines()[-2:] == [
+        "parity with the eager model: passed",
+        f"consistent: {found['proof']}",
+    ]
 
 
 def test_verify_exits_with_2_when_the_weights_differ(verified: Path, tmp_path: Path) -> None:
@@ -127,7 +135,8 @@ def test_inspect_a_bundle(verified: Path) -> None:
     assert (found["kind"], found["model"], found["parity"]["passed"]) == ("bundle", "encoder-decoder", True)
     text = run("inspect", verified).stdout
     assert text.startswith(f"bundle {verified}: encoder-decoder, fp32, ")
-    assert ", verified\n" in text
+    assert found["status"] == "consistent"
+    assert f"\n  consistent: {found['proof']}\n" in text
     assert "in   cross_key.0 … .1" in text
     for entry in found["files"].values():
         assert entry["sha256"] in text

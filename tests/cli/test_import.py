@@ -75,7 +75,7 @@ def test_a_proven_import(own: Path, tmp_path: Path) -> None:
     files = {"certificate.json", "config.json", "layout.yaml", "model.safetensors"}
     assert {path.name for path in (tmp_path / "m").iterdir()} == files
     certificate = json.loads((tmp_path / "m" / "certificate.json").read_text())
-    assert (certificate["layout"], certificate["proven"]) == ("notebook-004", True)
+    assert (certificate["layout"], certificate["proven"], certificate["status"]) == ("notebook-004", True, "proven")
     theirs = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
     assert torch.equal(load_file(tmp_path / "m" / "model.safetensors")["out.weight"], theirs["generator.weight"])
 
@@ -146,7 +146,7 @@ def test_a_reference_of_the_wrapped_model_and_a_checkpoint_of_it(own: Path, tmp_
     tensors = {k.replace("state.", "state.model."): v for k, v in load_file(own / "reference.safetensors").items()}
     save_file(tensors, tmp_path / "g", metadata={"heads": "6", "outputs": "logits", "baseline": "4e-9"})
     result = run(tmp_path / "a.ckpt", "--output", tmp_path / "m", "--reference", tmp_path / "g")
-    assert "layout notebook-004, proven" in result.stdout
+    assert "layout notebook-004, proven: " in result.stdout
 
 
 def test_the_layout_used_imports_again(own: Path, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_switches_and_tokens_are_set(own: Path, tmp_path: Path) -> None:
     ids = [word for name, i in (("pad", 0), ("start", 5), ("eos", 6)) for word in ("--set", f"tokens.{name}={i}")]
     words = ["--layout", "notebook-004", "--heads", 6, *ids, "--set", "norm_eps=1e-6", "--set", "activation=gelu"]
     result = run(own / "model.pt", "--output", tmp_path / "m", *words)
-    assert "not proven" in result.stdout
+    assert "layout notebook-004, unproven: " in result.stdout
     assert "the import is not proven: there are no reference outputs" in result.stderr
     config = load_model(tmp_path / "m").config
     assert (config.norm_eps, config.activation, config.tokens.start, config.tokens.eos) == (1e-6, "gelu", 5, 6)
@@ -205,14 +205,14 @@ def test_without_a_reference_a_guess_has_to_be_accepted(own: Path, tmp_path: Pat
     assert "the layout notebook-004 is a guess from names and shapes without proof" in message
     assert "--accept-unverified" in message
     assert not (tmp_path / "m").exists()
-    assert "not proven" in run(*words, "--accept-unverified").stdout
+    assert "layout notebook-004, unproven: " in run(*words, "--accept-unverified").stdout
 
 
 def test_a_budget_that_is_too_small_says_so(own: Path, tmp_path: Path) -> None:
     words = ["--output", tmp_path / "m", "--reference", own / "no_heads.safetensors", "--no-builtin"]
     message = error(own / "model.pt", *words, "--search-budget", 3, code=2)
     assert "tried 1 mappings with 3 candidates, the limit; raise it with --search-budget 30" in message
-    assert "proven" in run(own / "model.pt", *words).stdout
+    assert ", proven: " in run(own / "model.pt", *words).stdout
 
 
 def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_nan_weights_and_nan_outputs(own: Path, tmp_path: Path) -> None:
 
 def test_the_former_names_still_work(own: Path, tmp_path: Path) -> None:
     result = run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "reference.safetensors")
-    assert "layout notebook-004, proven" in result.stdout
+    assert "layout notebook-004, proven: " in result.stdout
     assert "--golden" not in run("--help").stdout
     from tfexport.importing.reference.golden import record
 
@@ -329,7 +329,7 @@ def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatc
     words = [own / "model.pt", "--output", tmp_path / "m", "--heads", 6]
     message = error(*words, "--accept-unverified")
     assert "2 layouts fit by name (look-alike, notebook-004); give --layout or --reference" in message
-    assert "layout notebook-004, proven" in run(*words, "--reference", own / "reference.safetensors").stdout
+    assert "layout notebook-004, proven: " in run(*words, "--reference", own / "reference.safetensors").stdout
 
 
 # Tokenizers

@@ -22,6 +22,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 import tfexport
 from models.from_scratch.notebook_004 import Notebook004
 from tests.command import ran
+from tfexport.bundle.manifest import Manifest
 from tfexport.errors import CheckpointError
 from tfexport.importing.reference.outputs import read_reference, record_reference, write_reference
 from tfexport.importing.reference.texts import RecordedTexts
@@ -145,7 +146,7 @@ def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, pro
     assert "for 12 recorded texts" in result.stderr
     assert "tokenizer" not in result.stdout, "nothing about it is unverified"
     assert json.loads((proven.model / "certificate.json").read_text())["texts"] == 12
-    assert proven.exported.stdout.endswith("verified, 12 recorded texts\n")
+    assert proven.exported.stdout.splitlines()[0].endswith("fp32, 12 recorded texts")
     assert equal(user, proven.bundle) == TEXTS
     parity = json.loads((proven.bundle / "parity.json").read_text())
     checks = [check for check in parity["decodes"] if check["method"] == "recorded texts"]
@@ -170,6 +171,7 @@ def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bund
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert (manifest["checkpoint"], manifest["identity"]) == ({"model.pt": entry}, NAMED)
     assert manifest["provenance"] == {
+        **Manifest.from_bytes((bundle / "manifest.json").read_bytes()).proof.to_dict(),
         "layout": certificate["layout"],
         "proven": True,
         **{
@@ -187,7 +189,9 @@ def test_without_recorded_texts_it_is_announced_and_options_repair_it(
     assert "warning: sources do not end with 2;" in unproven.imported.stderr
     assert "--source-suffix 2" in unproven.imported.stderr
     assert "unverified: the tokenizer: no texts were recorded to compare it with" in unproven.imported.stdout
-    assert unproven.exported.stdout.endswith("not verified, its texts were never compared\n")
+    first, second = unproven.exported.stdout.splitlines()
+    assert first.endswith("fp32, its texts were never compared")
+    assert second.startswith("unproven: "), "the export was not verified"
     assert "not compared with texts" in ran("inspect", unproven.bundle).output
     assert equal(user, unproven.bundle) < TEXTS / 2
     result = import_(user, tmp_path / "repaired", "none", "--source-prefix", "1", "--source-suffix", "2")

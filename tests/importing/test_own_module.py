@@ -88,6 +88,7 @@ def test_the_manifest_says_what_the_bundle_was_made_from(bundle: Path, translato
     assert manifest.versions["torch"] == importlib.metadata.version("torch")
     assert manifest.parity is not None
     assert manifest.parity["passed"]
+    assert (manifest.proof.status, theirs.proof.status) == ("proven", "proven")
     assert (len(manifest.text.samples), manifest.text.source_suffix) == (4, (2,))
     assert (theirs.text.source_prefix, theirs.text.source_suffix) == ((1,), (2,))
     checks = json.loads((bundle / "parity.json").read_text())["decodes"]
@@ -181,7 +182,7 @@ def test_lengths_are_limited_by_the_module_s_own(tmp_path: Path) -> None:
 def test_narrower_weights_are_verified_against_the_module(precision: str, form: str, tmp_path: Path) -> None:
     done = run("onnx", f"{MODERN}:steady", "--output", tmp_path / "b", "--precision", precision, "--forms", form)
     assert done.exit_code == 0, done.output
-    assert f"encoder-decoder, {precision}, verified, 4 recorded texts" in done.stdout
+    assert f"encoder-decoder, {precision}, 4 recorded texts\nproven: " in done.stdout
     ran("verify", tmp_path / "b", "--against", f"{MODERN}:steady", "--samples", 4)
 
 

@@ -52,7 +52,7 @@ def test_bench_measures_a_registered_backend_and_verifies_it_first(toy: Backend,
     manifest = dataclasses.replace(bundle.manifest, parity={"passed": True})
     lines: list[str] = []
     found = check_parity(dataclasses.replace(bundle, manifest=manifest), config, lines.append)
-    assert found["source"] == "verified before measuring", "its export was verified on another backend"
+    assert found["source"] == "checked before measuring", "its export was verified on another backend"
     assert "comparing logits: toy" in lines
     measured = measure(dates_bundle, resolve(config, bundle.manifest.spec, has_texts=False), None, 0)
     assert measured["backend"] == "toy"

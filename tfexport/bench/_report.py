@@ -73,7 +73,7 @@ def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str,
 def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
     reasons = []
     if not parity["passed"]:
-        reasons.append("parity was not verified")
+        reasons.append("parity was not checked")
     if unstable := sum(not cell["stable"] for cell in cells):
         where = f"in {unstable} of {len(cells)} cells " if len(cells) > 1 else ""
         reasons.append(f"unstable: {where}the last three windows differ by more than 10 % from their mean")

@@ -59,7 +59,7 @@ def bench_bundle(
         import httpx  # noqa: F401 - if it is missing, fail before a process starts
     resolved = resolve(config, bundle.manifest.spec if bundle else None, has_texts=texts is not None)
     folder = bundle.path if bundle and (verify or texts is None or not config.url) else None
-    parity: dict[str, Any] = {"passed": None, "source": "not verified"}
+    parity: dict[str, Any] = {"passed": None, "source": "not checked"}
     if bundle and verify and not config.url:
         parity = check_parity(bundle, config, report, against)
     results = []
@@ -99,9 +99,9 @@ def check_parity(
     options = registry.LoadOptions(form=config.form, device=config.device, engine=config.engine)
     backend = registry.choose(bundle, options) if config.backend == AUTO else registry.get(config.backend)
     exported_on, compared = registry.comparable()[0], backend in registry.comparable()
-    # The verification of an export compares its backend with the eager model, so both are verified.
+    # The verification of an export compares its backend with the eager model, so it covers both.
     if summary is not None and config.device == "cpu" and (backend == exported_on or not compared):
-        return {"passed": True, "source": "verified by its export"}
+        return {"passed": True, "source": "checked by its export"}
     try:
         from tfexport.verify import VerifyConfig, verify_bundle
 
@@ -121,7 +121,7 @@ def check_parity(
         raise BackendError(f"{bundle.path}: {problem}; {remedy}") from error
     if not verification.passed:
         raise ParityError(f"{bundle.path}: {'; '.join(verification.problems())}; fix it before measuring")
-    return {"passed": True, "source": "verified before measuring"}
+    return {"passed": True, "source": "checked before measuring"}
 
 
 def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from tfexport._io.names import MANIFEST, SIGNATURE, TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import seal, unseal
+from tfexport.bundle.status import MODULE, REFERENCE, Proof, Status, proof_of
 from tfexport.config import Config, Sha256, read_as
 from tfexport.contract import (
     ALIGNMENT,
@@ -72,16 +73,20 @@ def _is_date(text: str) -> bool:
 
 
 class Provenance(Config, subject="provenance"):
-    """How the weights were imported."""
+    """Where the weights come from, and what the outputs were compared with."""
 
-    layout: str  # name of the checkpoint layout
+    status: Status | None = None  # None in bundles of earlier versions, see `Manifest.proof`
+    proof: str | None = None  # the sentence that explains the status
+    proven: bool = False  # whether the eager model computes what the author's code computes
+    layout: str | None = None  # name of the checkpoint layout; None if the weights were not imported
     layout_sha256: Sha256 | None = None  # of layout.yaml; None if the model directory has none
-    proven: bool  # whether the outputs of the original model were reproduced
-    certificate_sha256: Sha256  # of certificate.json
+    certificate_sha256: Sha256 | None = None  # of certificate.json; None if the weights were not imported
 
     def _problems(self) -> Iterator[str]:
-        if not self.layout.isprintable():
+        if not (self.layout or "").isprintable():
             yield f"layout is {shortened(self.layout)}, expected a name in one line"
+        if not (self.proof or "").isprintable():
+            yield f"proof is {shortened(self.proof)}, expected a sentence in one line"
 
 
 class ModuleEntry(Config, subject="module"):
@@ -107,9 +112,16 @@ class Draft(Config, subject=MANIFEST):
     text: TextConfig = TextConfig()
     alignment: AlignmentHeads | None = None  # of the alignment graph; None without one
     checkpoint: Mapping[str, FileEntry] = field(default_factory=dict)  # that the weights were imported from
-    provenance: Provenance | None = None  # None if the weights were not imported, or in old bundles
+    provenance: Provenance | None = None  # None in bundles of earlier versions whose weights were not imported
     identity: Identity = Identity()
     module: ModuleEntry | None = None  # None for the canonical model
+
+    @property
+    def author(self) -> str | None:
+        """The outputs of the author's code that the eager model agrees with, or None."""
+        if self.module is not None:
+            return MODULE
+        return REFERENCE if self.provenance and self.provenance.proven else None
 
 
 class Manifest(Draft, subject=MANIFEST):
@@ -140,6 +152,9 @@ class Manifest(Draft, subject=MANIFEST):
                 yield from (f"alignment: {problem}" for problem in error.problems)
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
             yield f"parity.passed is {shortened(self.parity.get('passed'))}, expected true or false"
+        stated = self.provenance and self.provenance.status
+        if stated and stated != self.proof.status:
+            yield f"provenance.status is {stated}, but parity and proven make it {self.proof.status}"
 
     def _text_problems(self) -> Iterator[str]:
         text, source, target = self.text, self.spec.source_vocab, self.spec.vocab
@@ -190,6 +205,11 @@ class Manifest(Draft, subject=MANIFEST):
     def has_tokenizer(self) -> bool:
         """Whether the model accepts texts in addition to token ids."""
         return TOKENIZER in self.files
+
+    @property
+    def proof(self) -> Proof:
+        """What the outputs were compared with; bundles of earlier versions state it in other fields."""
+        return proof_of((self.parity or {}).get("passed"), self.author)
 
     @property
     def accuracy(self) -> Accuracy:

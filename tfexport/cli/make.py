@@ -104,9 +104,10 @@ def onnx(source: str, output: Path, verify: bool, force: bool, sign_key: Path | 
             sign_key=sign_key,
             report=report_line,
         )
-        manifest, proof = bundle.manifest, "verified" if verify else "not verified"
+        manifest = bundle.manifest
         text = f", {manifest.text.proof}" if manifest.has_tokenizer else ""
-        click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}, {proof}{text}"))
+        click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}{text}"))
+        click.echo(printable(str(manifest.proof)))
 
 
 @click.command()

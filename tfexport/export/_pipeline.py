@@ -13,6 +13,7 @@ from tfexport._io.signature import SigningKey
 from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
 from tfexport.bundle.manifest import Draft, Identity
+from tfexport.bundle.status import proof_of
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, GraphEntry
 from tfexport.errors import BackendError, ParityError
 from tfexport.export._module_probe import traits_of
@@ -23,7 +24,7 @@ from tfexport.export.write import write_graphs
 from tfexport.importing.own_module import OwnModule
 from tfexport.runtime.registry import Graphs
 from tfexport.text.config import TextConfig
-from tfexport.verify import Stages, VerifyConfig, verify_stages
+from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 
 
 def export_bundle(
@@ -75,19 +76,20 @@ def export_bundle(
         graphs = _write(opened, builder.path, config, report)
         for name, raw in opened.files.items():
             (builder.path / name).write_bytes(raw)
-        parity = _verified(opened, builder.path, graphs, config, report) if verify else None
+        verified = _verified(opened, builder.path, graphs, config, report) if verify else None
+        proof = verified.proof if verified else proof_of(None, None)
         made_with = {name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")}
         draft = Draft(
             spec=opened.spec,
             config=opened.config,
             graphs=graphs,
             versions={**opened.versions, **made_with},
-            parity=parity,
+            parity=verified and verified.summary(),
             quantization=config.quantization,
             text=opened.tokenizer.text if opened.tokenizer else TextConfig(),
             alignment=config.alignment,
             checkpoint=opened.checkpoint,
-            provenance=opened.provenance,
+            provenance=replace(opened.provenance, status=proof.status, proof=proof.sentence),
             identity=identity or Identity(),
             module=opened.module,
         )
@@ -123,14 +125,14 @@ def _verified(
     graphs: Mapping[str, GraphEntry],
     config: ExportConfig,
     report: Callable[[str], None],
-) -> dict[str, Any]:
+) -> Report:
     report("verifying")
     paths = {name: directory / graph.file for name, graph in graphs.items()}
     weights = config.quantization.weights if config.quantization else None
     opened = Graphs(paths, source.spec, weights, alignment=config.alignment)
-    stages = Stages(source.model, opened, tokenizer=source.tokenizer)
+    stages = Stages(source.model, opened, tokenizer=source.tokenizer, author=source.author)
     found = verify_stages(stages, VerifyConfig.quick(), report=report)
     if not found.passed:
         raise ParityError("onnx: " + "; ".join(found.problems()))
     (directory / PARITY).write_bytes(render(found.to_dict()))
-    return found.summary()
+    return found

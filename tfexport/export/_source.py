@@ -14,6 +14,7 @@ from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, TARGET_TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import read_json, render
 from tfexport.bundle.manifest import ModuleEntry, Provenance, read_sources
+from tfexport.bundle.status import MODULE, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, raise_all
 from tfexport.export.config import ExportConfig
@@ -45,8 +46,15 @@ class Source:
     tokenizer: Tokenizer | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     checkpoint: Mapping[str, FileEntry] = field(default_factory=dict)
-    provenance: Provenance | None = None
+    provenance: Provenance = field(default_factory=Provenance)
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def author(self) -> str | None:
+        """The outputs of the author's code that the model agrees with, or None."""
+        if self.module is not None:
+            return MODULE
+        return REFERENCE if self.provenance.proven else None
 
 
 def open_source(source: str | OwnModule, config: ExportConfig, report: Report) -> Source:
@@ -86,15 +94,15 @@ def _from_directory(directory: Path, config: ExportConfig) -> Source:
     return dataclasses.replace(found, tokenizer=tokenizer, files=files, checkpoint=checkpoint, provenance=provenance)
 
 
-def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance | None]:
+def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance]:
     path, layout = directory / CERTIFICATE, directory / LAYOUT
     found = read_json(path, str(path)) if os.path.lexists(path) else None
     if not isinstance(found, dict):
-        return {}, None
+        return {}, Provenance()
     checkpoint = found.get("checkpoint")
     files = read_sources({} if checkpoint is None else checkpoint, f"{path}: checkpoint")
     if not {"layout", "proven"} <= set(found):
-        return files, None
+        return files, Provenance()
     facts = {
         "layout": found["layout"],
         "proven": found["proven"],
@@ -123,6 +131,7 @@ def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source
         model=model,
         spec=_limited(own.spec, config),
         module=own.entry(),
+        provenance=Provenance(proven=True),
         tokenizer=text.tokenizer,
         files={**files, GENERATION: render(generation)} if generation else files,
         versions=own.versions(),

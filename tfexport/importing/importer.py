@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
+from tfexport.bundle.status import REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
@@ -57,11 +58,12 @@ class Imported:
     notes: tuple[str, ...]
 
     def summary(self) -> str:
-        """Return one line with the layout and whether the import is proven."""
+        """Return one line with the layout and the status of the import."""
         proof, kind = self.certificate, "encoder-decoder" if self.config.decoder else "encoder alone"
         if not proof.proven or proof.error is None or proof.tolerance is None:
-            return f"{kind}, layout {self.layout.name}, not proven"
-        return f"{kind}, layout {self.layout.name}, proven: error {proof.error:.1e}, at most {proof.tolerance:.0e}"
+            return f"{kind}, layout {self.layout.name}, {proof.proof}"
+        error = f"error {proof.error:.1e}, at most {proof.tolerance:.0e}"
+        return f"{kind}, layout {self.layout.name}, proven: {error}, compared with {REFERENCE}"
 
 
 @dataclass(frozen=True)

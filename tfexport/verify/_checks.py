@@ -18,9 +18,11 @@ import numpy as np
 
 from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.status import MODULE
 from tfexport.config import Config, Count, Ge, Help, Le
 from tfexport.contract import Device
 from tfexport.errors import ConfigError
+from tfexport.importing.own_module import is_own_module
 from tfexport.model.load import load_tokenizer
 from tfexport.nn.eager import EagerModel
 from tfexport.precision import FORMATS
@@ -60,6 +62,7 @@ class Stages:
     graphs: Graphs
     reference: str = "the eager model"  # describes the model in the report
     tokenizer: Tokenizer | None = None  # has the recorded texts
+    author: str | None = None  # outputs of the author's code that the model agrees with
 
 
 def verify_bundle(
@@ -92,7 +95,8 @@ def verify_bundle(
     model, precision = reference_of(bundle, None if against is None else str(against)), bundle.manifest.spec.precision
     is_rounded = against is None and precision != "fp32"
     reference = "the eager model" + (f" with the bundle's {precision} weights" if is_rounded else "")
-    stages = Stages(model, Graphs.of(bundle), reference, load_tokenizer(bundle))
+    author = MODULE if is_own_module(str(against)) else bundle.manifest.author
+    stages = Stages(model, Graphs.of(bundle), reference, load_tokenizer(bundle), author)
     return _verify(stages, compared, LoadOptions(device=device, engine=engine), config or VerifyConfig(), report)
 
 
@@ -150,7 +154,7 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
         for stage in compared:
             report(f"decoding {stages.tokenizer.text.proof}: {stage.name}")
             decodes.append(recorded_texts(stage, stages.tokenizer, eager))
-    return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
+    return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes), stages.author)
 
 
 def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], report: Reporter) -> Numbers:

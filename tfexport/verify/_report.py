@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfexport import _html
+from tfexport.bundle.status import Proof, proof_of
 
 _COLUMNS = ("stage", "check", "result", "")
 
@@ -110,6 +111,12 @@ class Report:
     seed: int
     numbers: tuple[Numbers, ...]
     decodes: tuple[Decodes, ...]
+    author: str | None = None  # outputs of the author's code that the reference agrees with
+
+    @property
+    def proof(self) -> Proof:
+        """What the outputs were compared with."""
+        return proof_of(self.passed, self.author)
 
     @property
     def checks(self) -> tuple[Numbers | Decodes, ...]:
@@ -128,11 +135,12 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values; NaN and infinity become null."""
         report = dataclasses.asdict(self)
+        del report["author"]  # the proof names it
         for check, values in zip(self.checks, (*report["numbers"], *report["decodes"]), strict=True):
             values["passed"] = check.passed
         for values in report["numbers"]:
             values |= {key: values[key] if math.isfinite(values[key]) else None for key in ("error", "worst")}
-        return {**report, "passed": self.passed}
+        return {**report, "passed": self.passed, **self.proof.to_dict()}
 
     def summary(self) -> dict[str, Any]:
         """Return the summary that the manifest contains."""
@@ -152,7 +160,7 @@ class Report:
         table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         for problem in self.problems():
             table += textwrap.wrap(f"✗ {problem}", 100, subsequent_indent="  ")
-        return [*table, self._verdict]
+        return [*table, self._verdict, *([str(self.proof)] if self.passed else [])]
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

@@ -190,7 +190,8 @@ def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
     shown = run("inspect", tmp_path / "m")
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "Certificate" in shown.output
-    assert "layout mine, proven: error" in shown.output
+    assert "layout mine, error" in shown.output
+    assert "\n  proven: " in shown.output
     assert "enc.layers.*.self.k.bias: makes no difference" in shown.output
     assert inspect_path(tmp_path / "m")["certificate"]["proven"] is True
 
@@ -198,11 +199,25 @@ def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
 def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
     save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
     assert "Certificate" not in run("inspect", tmp_path / "m").output
+    assert inspect_path(tmp_path / "m")["status"] == "unproven"
     (tmp_path / "m" / CERTIFICATE).write_text(
         json.dumps(Certificate(layout="guess", proven=False).to_dict()), encoding="utf-8"
     )
     shown = run("inspect", tmp_path / "m").output
-    assert "layout guess, NOT PROVEN" in shown
+    assert "\n  unproven: " in shown
+    assert "layout guess\n" in shown
+
+
+@pytest.mark.parametrize(("proven", "status"), [(True, "proven"), (False, "unproven")])
+def test_a_certificate_of_an_earlier_version_has_the_status_of_its_fields(
+    proven: bool, status: str, tmp_path: Path
+) -> None:
+    save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
+    certificate = Certificate(layout="mine", proven=proven, error=1e-12, tolerance=1e-9).to_dict()
+    old = {name: value for name, value in certificate.items() if name not in ("status", "proof")}
+    (tmp_path / "m" / CERTIFICATE).write_text(json.dumps(old), encoding="utf-8")
+    found = inspect_path(tmp_path / "m")
+    assert (found["status"], found["certificate"]["status"]) == (status, status)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"proven": true}', '{"layout": 3, "proven": "yes"}'])

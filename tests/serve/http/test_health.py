@@ -45,6 +45,15 @@ async def test_one_of_two_models_that_has_failed_is_for_a_new_process(
         assert await codes(client, LIVE) == await codes(client, READY) == {200}
 
 
+async def test_a_model_states_what_it_was_compared_with(serve: Serve) -> None:
+    async with serve() as served:
+        parameters = (await served.client.get("/v2/models/dates")).json()["parameters"]
+        manifest = served.engine.model.manifest
+        assert manifest is not None
+        assert parameters["max_source_length"] == manifest.spec.max_source_length
+        assert (parameters["status"], parameters["proof"]) == manifest.proof
+
+
 async def test_a_thread_that_hangs_is_not_ready_and_after_a_time_not_alive(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

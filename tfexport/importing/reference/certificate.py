@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tfexport import _html
+from tfexport.bundle.status import REFERENCE, Proof, proof_of
 from tfexport.errors import ConfigError
 from tfexport.importing._files import FileSum
 from tfexport.importing.layout.apply import Canonical
@@ -59,9 +60,14 @@ class Certificate:
     checkpoint: Mapping[str, FileSum] = field(default_factory=dict, repr=False)  # by name of the weight file
     reference: FileSum | None = field(default=None, repr=False)
 
+    @property
+    def proof(self) -> Proof:
+        """What the outputs were compared with."""
+        return proof_of(None if self.error is None else self.proven, REFERENCE)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the certificate as JSON values, with two digits of each error."""
-        found = dataclasses.asdict(self)
+        found = self.proof.to_dict() | dataclasses.asdict(self)
         found["lines"] = {line: _short(error) for line, error in self.lines.items()}
         found["switches"] = {
             name: {**changed, "error": _short(changed["error"])} for name, changed in found["switches"].items()

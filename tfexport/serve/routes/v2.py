@@ -49,12 +49,13 @@ async def server(request: Request) -> Response:
 
 
 async def model(request: Request, name: str) -> Response:
-    """Return a model's inputs, outputs and limits; -1 is a variable dimension."""
+    """Return a model's inputs, outputs, limits and status; -1 is a variable dimension."""
     model = service_of(request).loaded_engine(name).model
     inputs = {"text_input": ("BYTES", 1)} if model.tokenizer else {}
     inputs |= {"input_ids": ("INT64", 2), "input_lengths": ("INT64", 1)}
     outputs = {name: kind for name, kind in OUTPUTS.items() if model.tokenizer or name != "text_output"}
     limits = ("max_source_length", "max_target_length")
+    proof = model.manifest.proof.to_dict() if model.manifest else {}
     return JSONResponse(
         {
             "name": name,
@@ -62,7 +63,7 @@ async def model(request: Request, name: str) -> Response:
             "platform": "tfexport",
             "inputs": _tensors(inputs),
             "outputs": _tensors(outputs),
-            "parameters": {limit: getattr(model.spec, limit) for limit in limits},
+            "parameters": {limit: getattr(model.spec, limit) for limit in limits} | proof,
         }
     )
 

@@ -1,0 +1,39 @@
+"""State what a model's outputs were compared with, in one word and one sentence."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Status = Literal["proven", "consistent", "unproven"]
+REFERENCE, MODULE = "reference outputs of the author's code", "the author's own module"
+
+
+class Proof(NamedTuple):
+    """The status of a model, and the sentence that explains it."""
+
+    status: Status
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.sentence}"
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the JSON values that certificates, manifests, reports and servers share."""
+        return {"status": self.status, "proof": self.sentence}
+
+
+def proof_of(passed: bool | None, author: str | None) -> Proof:
+    """Return the proof of a comparison.
+
+    Args:
+        passed: whether the outputs agree with the reference; None if nothing was compared.
+        author: the outputs of the author's code that the reference is or was compared with; None without any.
+    """
+    if passed is None:
+        return Proof("unproven", "its outputs were never compared with a reference")
+    if not passed:
+        return Proof("unproven", "its outputs differ from the reference")
+    if author is None:
+        sentence = "its outputs agree with the eager model, which was never compared with the author's code"
+        return Proof("consistent", sentence)
+    return Proof("proven", f"its outputs agree with {author}")
