@@ -208,7 +208,7 @@ class Manifest(Draft, subject=MANIFEST):
 
     @property
     def proof(self) -> Proof:
-        """What the outputs were compared with; bundles of earlier versions state it in other fields."""
+        """What the outputs were compared with, also in bundles of earlier versions."""
         return proof_of((self.parity or {}).get("passed"), self.author)
 
     @property
