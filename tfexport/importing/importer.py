@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,24 +15,18 @@ from torch import Tensor
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
 from tfexport.bundle.status import REFERENCE
 from tfexport.contract import ModelSpec
-from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
+from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, shortened
 from tfexport.generation import GenerationDefaults
 from tfexport.importing._files import read_checkpoint, without_prefix
+from tfexport.importing._options import Options, check_settings, named_layout, read_options
 from tfexport.importing.config import ImportConfig
+from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, Search, detect
 from tfexport.importing.huggingface import Family, Reader, as_loaded, families, family_of, read_settings, read_tokens
 from tfexport.importing.huggingface.generation import read_generation
 from tfexport.importing.huggingface.tokenizer import tokenizer_names
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
-from tfexport.importing.layout.layout import (
-    SIDES,
-    Layout,
-    builtin_layouts,
-    override,
-    parse_setting,
-    read_layout,
-    render_layout,
-)
+from tfexport.importing.layout.layout import SIDES, Layout, builtin_layouts, override, render_layout
 from tfexport.importing.reference.certificate import Certificate, certify
 from tfexport.importing.reference.compare import BASELINES, compare, fitting_threads, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
@@ -120,7 +113,9 @@ def import_checkpoint(
     """
     config, path, output = config or ImportConfig(), Path(path), Path(output)
     check_free(output, force=force)
-    task = _Import(path, config, reference or golden, report)
+    reference = reference or golden
+    options = read_options(path, config, reference, tokenizer, target_tokenizer)
+    task = _Import(path, config, options, reference, report)
     checkpoint, proof, layout = task.checkpoint, task.proof, task.layout
     with fitting_threads(checkpoint.tensors.values()):
         if layout is None:
@@ -143,8 +138,8 @@ def import_checkpoint(
         CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
         LAYOUT: render_layout(layout).encode(),
     }
-    if options := defaults.given():
-        files[GENERATION] = (json.dumps(options, indent=2) + "\n").encode()
+    if given := defaults.given():
+        files[GENERATION] = (json.dumps(given, indent=2) + "\n").encode()
     seen: dict[int, str] = {}  # a weight file cannot store tensors that share memory
     tensors = {
         name: tensor if seen.setdefault(tensor.data_ptr(), name) == name else tensor.clone()
@@ -157,38 +152,30 @@ def import_checkpoint(
     return Imported(layout, canonical.config, certificate, tuple(notes))
 
 
-def _settings(config: ImportConfig) -> dict[str, Value]:
-    pairs, problems = list[tuple[str, Value]](), list[str]()
-    for text in config.settings:
-        try:
-            pairs.append(parse_setting(text))
-        except ConfigError as error:
-            problems.append(str(error))
-    if config.heads is not None:
-        pairs.append(("num_heads", config.heads))
-    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    problems += [f"setting {key} is given twice; keep one --set or --heads" for key in twice]
-    raise_all(ConfigError, "import", problems)
-    return dict(pairs)
-
-
 class _Import:
     """A checkpoint with options, Hugging Face family and reference outputs."""
 
-    def __init__(self, path: Path, config: ImportConfig, reference: Path | None, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: ImportConfig,
+        options: Options,
+        reference: Path | None,
+        report: Callable[[str], None],
+    ) -> None:
         self.path, self.config, self.report = path, config, report
         self.checkpoint = read_checkpoint(path, config.entry)
         for name, file in self.checkpoint.files.items():
             report(f"read {name}: {file.bytes} bytes, sha256 {file.sha256}")
         for note in self.checkpoint.notes:
             report(f"{path}: {note}")
-        self.hf_config, self.own_settings = self.checkpoint.hf_config, _settings(config)
+        self.hf_config, self.own_settings = self.checkpoint.hf_config, options.settings
         self.family, settings = self._family(has_reference=reference is not None)
         self.settings = settings | self.own_settings
         if self.family:
             tensors = as_loaded(self.family, self.hf_config or {}, self.checkpoint.tensors, report)
             self.checkpoint = replace(self.checkpoint, tensors=tensors)
-        self.layout = self._named_layout()
+        self.layout = named_layout(self.family.layout(self.hf_config or {})) if self.family else options.layout
         self.proof = self._proof(reference) if reference else None
 
     def _family(self, *, has_reference: bool) -> tuple[Family | None, dict[str, Value]]:
@@ -211,16 +198,6 @@ class _Import:
         if unread := [name for name in family.unread if name in hf]:
             self.report(f"config.json: ignored keys that transformers does not read: {', '.join(unread)}")
         return family, read_settings(family, hf, generation, self.checkpoint.tensors, self.own_settings)
-
-    def _named_layout(self) -> Layout | None:
-        name = self.family.layout(self.hf_config or {}) if self.family else self.config.layout
-        if name == "auto":
-            return None
-        if layout := builtin_layouts().get(name):
-            return layout
-        if os.sep not in name and not name.endswith((".yaml", ".yml")) and not Path(name).exists():
-            raise ConfigError(f"layout {name!r} is not a file or one of {', '.join(builtin_layouts())}")
-        return read_layout(Path(name))
 
     def _proof(self, path: Path) -> _Proof:
         # Use the state dict in the reference file, the one next to it, or the checkpoint's.
@@ -261,6 +238,10 @@ class _Import:
             self.report(f"names and numbers fit the layout {layout.name}")
             return layout
         reference = proof.reference if proof else None
+        if self.settings:
+            attributes = reference.attributes if reference else {}
+            layouts = itertools.chain(builtin, drafts(tensors, reference))
+            check_settings(self.settings, layouts, tensors, attributes)
         layout, search = detect(tensors, reference, builtin, budget=budget, settings=self.settings, report=self.report)
         if search is None and not config.accept_unverified:
             raise CheckpointError(
@@ -304,11 +285,7 @@ class _Import:
             source_prefix=config.source_prefix, source_suffix=config.source_suffix, target_prefix=config.target_prefix
         )
         recorded = self.proof.reference.text if self.proof else None
-        if source is None and target is not None:
-            raise ConfigError("import: the target has a tokenizer, but the source has none; give --tokenizer too")
         if source is None and (config.source_language, config.target_language) != (None, None):
-            if not is_directory:
-                raise ConfigError("import: a language is given, but no tokenizer that has its id; give --tokenizer")
             source = self.path
         names = tokenizer_names(self.path) if source is None and is_directory else ()
         tokenizers = Tokenizers(source or self.path, target, config.source_language, config.target_language)

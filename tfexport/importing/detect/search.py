@@ -17,7 +17,7 @@ from torch import Tensor
 from tfexport.errors import CheckpointError, ConfigError, ParityError
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect._draft import drafts
-from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, possible_heads
+from tfexport.importing.layout.apply import PLACEHOLDERS, Canonical, apply_layout, fits_names, possible_heads
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.layout.sizes import Switches, configured, options, with_switches
 from tfexport.importing.reference.certificate import GROWTH, certify
@@ -41,8 +41,6 @@ _OF_SEVERAL = ("num_heads", "attention_scale", "rotary_pairs", "rotary_cross")
 _SEARCHED = {name for name, switch in SWITCHES.items() if switch.search and not switch.rare}
 _DECIDING = {"num_heads", *_SEARCHED} - {"norm_eps"}
 _BY_HEAD = ("split_heads", "block_diag", "heads_last")  # folds that depend on the number of heads
-# Decoding needs these ids, but comparing does not.
-_PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
 
 
 @dataclass
@@ -135,7 +133,7 @@ def detect(
     if drafted.best is not None and drafted.accepted and drafted.is_float32:
         # A float32 error is accepted only if every other value of a switch is clearly worse.
         layout = drafted.best.layout
-        canonical = apply_layout(layout, tensors, settings=_PLACEHOLDERS, attributes=reference.attributes)
+        canonical = apply_layout(layout, tensors, settings=PLACEHOLDERS, attributes=reference.attributes)
         found = certify(canonical, reference, layout.name)
         clear = GROWTH * (found.error or 0.0)
         others = {name: other.error for name, other in found.switches.items() if name.rpartition(".")[2] in _DECIDING}
@@ -219,7 +217,7 @@ class _Searcher:
         return {"num_heads": tuple(heads), **choices}
 
     def _applied(self, layout: Layout, heads: int) -> Canonical | None:
-        settings = {**_PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
+        settings = {**PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
         settings.pop("num_heads", None)
         settings["num_heads"] = heads  # the last one, so that it replaces the heads of both sides
         try:

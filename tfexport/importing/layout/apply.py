@@ -30,6 +30,8 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.switches import Value
 from tfexport.nn.transformer import Transformer, on_meta
 
+# Decoding needs these ids, but comparing does not.
+PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
 _MAX_HEADS = 64
 _EMBEDDING = "enc.embed.weight"
 # Architectures that the canonical model does not support, and the patterns of their keys.
@@ -101,10 +103,7 @@ def apply_layout(
             for other in others
             if not _same(tensors[first], tensors[other])
         ]
-    sizes, meta = _on_meta(execution)
-    shapes = {name: tuple(tensor.shape) for name, tensor in meta.items()}
-    config = read_config(layout, shapes, sizes, problems) if shapes else None
-    filled = check_shapes(config, shapes, problems) if config else {}
+    sizes, config, filled = _checked(execution)
     # Problems of both sides are reported once.
     raise_all(CheckpointError, f"layout {layout.name}", list(dict.fromkeys(problems)))
     assert config is not None
@@ -118,6 +117,27 @@ def apply_layout(
         is_tied, is_output = _same(complete[_EMBEDDING], table), _same(complete["out.weight"], table)
         config = replace(config, tie_embeddings=is_tied, tie_output=is_output)
     return Canonical(config, complete, tuple(execution.uses), notes)
+
+
+def setting_conflicts(
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Value],
+    attributes: Mapping[str, Tensor] | None = None,
+) -> list[str] | None:
+    """Describe settings that do not fit the shapes; None if the layout does not fit without them either."""
+    heads = possible_heads(layout, tensors, attributes)
+    usual = override(layout, {**PLACEHOLDERS, "num_heads": heads[0]}) if heads else layout
+    found = []
+    for changes in ({}, settings):
+        try:
+            execution = _Execution(override(usual, changes), tensors, attributes or {})
+        except ConfigError as error:  # a token without an id
+            found.append(list(error.problems))
+            continue
+        _checked(execution)
+        found.append(list(dict.fromkeys(execution.problems)))
+    return found[1] if heads and not found[0] else None
 
 
 def fits_names(layout: Layout, keys: Iterable[str]) -> bool:
@@ -177,6 +197,16 @@ def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[s
         if isinstance(heads := layout.switch("num_heads", side), int) and heads > 0:
             sizes[side]["num_heads"] = float(heads)
     return sizes, execution.run(meta, sizes)
+
+
+def _checked(
+    execution: _Execution,
+) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
+    """Return the sizes, the configuration and the missing biases; append every problem."""
+    sizes, meta = _on_meta(execution)
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta.items()}
+    config = read_config(execution.layout, shapes, sizes, execution.problems) if shapes else None
+    return sizes, config, check_shapes(config, shapes, execution.problems) if config else {}
 
 
 def _not_finite(made: Mapping[str, Tensor], execution: _Execution) -> list[str]:

@@ -169,7 +169,9 @@ def _switch_problems(name: str, value: Value) -> Iterator[str]:
         yield f"switch {name[:80]} is unknown, expected one of {', '.join(ARCH_SWITCHES)}; below enc and dec: {sides}"
         return
     values = ARCH_SWITCHES[base].values
-    if isinstance(values, tuple):
+    if base not in SWITCHES:
+        is_valid, expected = type(value) is int and value > 0, "a whole number, 1 or more"
+    elif isinstance(values, tuple):
         is_valid, expected = value in values, " or ".join(values)
     elif values is bool:
         is_valid, expected = isinstance(value, bool), "true or false"
@@ -196,6 +198,19 @@ def parse_setting(text: str) -> tuple[str, Value]:
     if not equals or not key or not isinstance(value, bool | int | float | str | None):
         raise ConfigError(f"setting {shortened(text)}: expected KEY=VALUE, such as norm_eps=1e-6 or tokens.pad=0")
     return key.strip(), value
+
+
+def setting_problems(settings: Mapping[str, Value]) -> Iterator[str]:
+    """Describe the settings that fit no layout, with the names or values that do."""
+    for name, value in settings.items():
+        kind, _, token = name.partition(".")
+        if kind != "tokens":
+            yield from _switch_problems(name, value)
+        elif token not in _TOKENS:
+            yield f"token {token[:80]} is unknown, expected one of {', '.join(_TOKENS)}"
+        elif not (type(value) is int and value >= 0) and value not in {*_TOKENS} - {token}:
+            others = ", ".join(other for other in _TOKENS if other != token)
+            yield f"{name} is {shortened(value)}, expected an id, 0 or more, or another token: {others}"
 
 
 def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
