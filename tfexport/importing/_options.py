@@ -1,4 +1,4 @@
-"""Check the options of an import before the checkpoint is read, and before a layout is searched."""
+"""Check the options of an import before a checkpoint is read or searched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRIED = 16  # layouts whose shapes are compared with the settings
 
 
 class Options(NamedTuple):
-    """Options whose values are valid; whether they fit the checkpoint is not known yet."""
+    """Valid options, which may still not fit the checkpoint."""
 
     settings: dict[str, Value]
     layout: Layout | None  # None if it is to be found
@@ -57,7 +57,7 @@ def check_settings(
     tensors: Mapping[str, Tensor],
     attributes: Mapping[str, Tensor],
 ) -> None:
-    """Raise ConfigError if the settings fit none of the likeliest layouts, which would fit without them."""
+    """Raise ConfigError if the likeliest layouts fit only without the settings."""
     first: list[str] = []
     for layout in islice(layouts, _TRIED):
         conflicts = setting_conflicts(layout, tensors, settings, attributes)

@@ -21,6 +21,7 @@ from tfexport.importing._files import read_checkpoint, without_prefix
 from tfexport.importing._options import Options, check_settings, named_layout, read_options
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect._draft import drafts
+from tfexport.importing.detect.scope import check_config, check_names, head_note
 from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, Search, detect
 from tfexport.importing.huggingface import Family, Reader, as_loaded, families, family_of, read_settings, read_tokens
 from tfexport.importing.huggingface.generation import read_generation
@@ -184,6 +185,7 @@ class _Import:
         if hf is None:
             return None, {}
         if (family := family_of(hf)) is None:
+            check_config(hf)
             model_type = shortened(hf.get("model_type"))
             if not has_reference and layout == "auto":
                 raise CheckpointError(
@@ -238,6 +240,11 @@ class _Import:
             self.report(f"names and numbers fit the layout {layout.name}")
             return layout
         reference = proof.reference if proof else None
+        if not builtin:
+            shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+            check_names(shapes)
+            if note := head_note(shapes):
+                self.report(note)
         if self.settings:
             attributes = reference.attributes if reference else {}
             layouts = itertools.chain(builtin, drafts(tensors, reference))

@@ -125,7 +125,7 @@ def setting_conflicts(
     settings: Mapping[str, Value],
     attributes: Mapping[str, Tensor] | None = None,
 ) -> list[str] | None:
-    """Describe settings that do not fit the shapes; None if the layout does not fit without them either."""
+    """Describe settings that do not fit; None if the layout itself does not."""
     heads = possible_heads(layout, tensors, attributes)
     usual = override(layout, {**PLACEHOLDERS, "num_heads": heads[0]}) if heads else layout
     found = []
@@ -202,7 +202,7 @@ def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[s
 def _checked(
     execution: _Execution,
 ) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
-    """Return the sizes, the configuration and the missing biases; append every problem."""
+    """Return sizes, configuration and missing biases; append every problem."""
     sizes, meta = _on_meta(execution)
     shapes = {name: tuple(tensor.shape) for name, tensor in meta.items()}
     config = read_config(execution.layout, shapes, sizes, execution.problems) if shapes else None
