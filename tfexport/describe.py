@@ -160,7 +160,8 @@ def _certificate(path: Path) -> dict[str, Any] | None:
 
 def _proof(certificate: Mapping[str, Any] | None) -> Proof:
     """Return the proof of an import; certificates of earlier versions have no status."""
-    return proof_of(certificate and (certificate["proven"] or None), REFERENCE)
+    is_proven = certificate is not None and certificate["proven"]
+    return proof_of(True if is_proven else None, REFERENCE)
 
 
 def _inspect_graph(path: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def with_parity(source: Path, target: Path, passed: bool | None) -> Path:
     shutil.copytree(source, target)
     parity = None if passed is None else {"passed": passed}
-    manifest = dataclasses.replace(open_bundle(source).manifest, parity=parity)
+    manifest = dataclasses.replace(open_bundle(source).manifest, parity=parity, provenance=None)
     (target / "manifest.json").write_bytes(manifest.to_bytes())
     return target
 

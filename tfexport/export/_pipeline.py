@@ -84,7 +84,7 @@ def export_bundle(
             config=opened.config,
             graphs=graphs,
             versions={**opened.versions, **made_with},
-            parity=verified and verified.summary(),
+            parity=verified.summary() if verified else None,
             quantization=config.quantization,
             text=opened.tokenizer.text if opened.tokenizer else TextConfig(),
             alignment=config.alignment,
