@@ -73,6 +73,7 @@ def test_engines_are_compared(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("trt fp32", "greedy"),
         ("trt fp32", "beam 4"),
         ("trt fp32", "batch invariance"),
+        ("trt fp32", "full length"),
     ]
     assert all(check["exact"] == check["sequences"] and check["must_be_exact"] for check in report["decodes"])
 
@@ -90,7 +91,7 @@ def test_beams_are_not_compared_if_an_engine_takes_too_few_rows(bundle: Path, mo
     told: list[str] = []
     report = verify_bundle(bundle, config=FEW, backend="trt", report=told.append)
     assert report.passed
-    assert {check.method for check in report.decodes} == {"greedy", "batch invariance"}
+    assert {check.method for check in report.decodes} == {"greedy", "batch invariance", "full length"}
     assert "trt fp32 takes 3 rows, too few for beam 4" in told
 
 

@@ -21,7 +21,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.status import MODULE
 from tfexport.config import Config, Count, Ge, Help, Le
 from tfexport.contract import Device
-from tfexport.errors import ConfigError
+from tfexport.errors import ConfigError, ParityError, raised_by
 from tfexport.importing.own_module import is_own_module
 from tfexport.model.load import load_tokenizer
 from tfexport.nn.eager import EagerModel
@@ -31,8 +31,17 @@ from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions
 from tfexport.runtime.session import Aligns, Floats, Session, Verifies
 from tfexport.text.tokenizer import Tokenizer
-from tfexport.verify._decodes import Stage, compare_all_decodes, recorded_texts
-from tfexport.verify._numbers import Batch, compare, random_batches, random_sources, step_logits, verified_logits
+from tfexport.verify._decodes import Stage, compare_all_decodes, compare_long_decodes, recorded_texts
+from tfexport.verify._numbers import (
+    Batch,
+    compare,
+    long_batches,
+    long_lengths,
+    random_batches,
+    random_sources,
+    step_logits,
+    verified_logits,
+)
 from tfexport.verify._reference import reference_of
 from tfexport.verify._report import Decodes, Numbers, Report
 
@@ -41,7 +50,7 @@ Reporter = Callable[[str], None]
 
 
 class VerifyConfig(Config, subject="verify"):
-    """The size of a verification; numbers are compared for at most 64 samples."""
+    """The size of a verification; numbers are compared for at most 64 samples and some long rows."""
 
     samples: Annotated[int, Ge(1), Le(1_000_000), Help("Sequences to decode with each decoder variant and method.")] = (
         100
@@ -135,26 +144,39 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
     max_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
     batches = random_batches(spec, min(config.samples, 64), rng, max_rows)
     sources = random_sources(spec, config.samples, rng)
+    long = long_batches(spec, rng)
     numbers: list[Numbers] = []
     decodes: list[Decodes] = []
     compared: list[Stage]
     if not spec.has_decoder:
-        numbers.append(_hidden_states(stages.model, sessions[0], batches, report))
+        numbers.append(_hidden_states(stages.model, sessions[0], [*batches, *long], report))
         compared = [Stage("eager", eager, 0.0)]
     else:
-        checks = _Numbers(stages.model, eager, batches, report)
+        checks = _Numbers(stages.model, eager, [*batches, *long], report)
         cached = checks.logits("eager cached", eager)
         logits = [checks.logits(*named) for named in sessions]
         numbers = [*checks.rounding, cached, *logits, *checks.speculation(sessions), *checks.alignment(sessions)]
         # Nothing can be decoded from NaN, and its check has failed already.
         finite = [Stage(*named, n.worst) for named, n in zip(sessions, logits, strict=True) if math.isfinite(n.error)]
         decodes = compare_all_decodes(eager, finite, sources, report) if finite else []
+        decodes += compare_long_decodes(eager, finite, long, report) if finite else []
         compared = [Stage("eager", eager, max((number.worst for number in checks.rounding), default=0.0)), *finite]
     if stages.tokenizer and stages.tokenizer.text.samples:
         for stage in compared:
             report(f"decoding {stages.tokenizer.text.proof}: {stage.name}")
             decodes.append(recorded_texts(stage, stages.tokenizer, eager))
-    return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes), stages.author)
+    source_tokens, target_tokens = long_lengths(spec)[-1]
+    return Report(
+        stages.reference,
+        config.samples,
+        config.seed,
+        tuple(numbers),
+        tuple(decodes),
+        stages.author,
+        source_tokens=source_tokens,
+        target_tokens=target_tokens,
+        is_capped=source_tokens < spec.max_source_length or target_tokens < spec.max_target_length,
+    )
 
 
 def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], report: Reporter) -> Numbers:
@@ -176,11 +198,12 @@ class _Numbers:
         self._expected = [_all_positions(model, batch) for batch in batches]
         self.rounding: list[Numbers] = []
         try:
-            wide = _all_positions(model.double(), batches[0])
+            several = (0, len(batches) - 1)  # the largest batch, and the longest row
+            wide = [_all_positions(model.double(), batches[number]) for number in several]
         except Exception as error:  # noqa: BLE001 - a user's own module may not run in float64
             report(f"the reference does not run in float64 ({type(error).__name__}): tolerances exclude rounding")
         else:
-            self.rounding.append(compare("eager float64", [wide], [self._expected[0]], 1e-3))
+            self.rounding.append(compare("eager float64", wide, [self._expected[number] for number in several], 1e-3))
 
     def logits(self, stage: str, session: Session) -> Numbers:
         self._report(f"comparing logits: {stage}")
@@ -217,7 +240,13 @@ class _Numbers:
 
 
 def _all_positions(model: EagerModel, batch: Batch) -> Floats:
-    return full_outputs(model, batch.source_ids, batch.source_mask, batch.target_ids)[:, batch.prefill - 1 :]
+    try:
+        outputs = full_outputs(model, batch.source_ids, batch.source_mask, batch.target_ids)
+    except Exception as error:
+        lengths = f"{batch.source_ids.shape[1]} source and {batch.target_ids.shape[1]} target tokens"
+        remedy = "lower max_source_length or max_target_length of its spec, or correct its code"
+        raise ParityError(f"the reference fails for {lengths} ({raised_by(error)}); {remedy}") from error
+    return outputs[:, batch.prefill - 1 :].copy()  # a view would keep all positions in memory
 
 
 def _alignment(session: Aligns, batch: Batch) -> Floats:

@@ -18,6 +18,7 @@ from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Session
 from tfexport.text.config import TextSample
 from tfexport.text.tokenizer import Tokenizer
+from tfexport.verify._numbers import Batch as NumberedBatch
 from tfexport.verify._report import Decodes, Divergence
 
 NEW_TOKENS = 12
@@ -42,11 +43,31 @@ class Stage(NamedTuple):
         return self.session.accuracy == "fp32"
 
 
-def decode_best(session: Session, sources: Sources, num_beams: int, batch_size: int) -> list[Hypothesis]:
-    """Decode the best hypothesis of every source, at most 12 tokens long."""
+def decode_best(
+    session: Session, sources: Sources, num_beams: int, batch_size: int, prefixes: Sources | None = None
+) -> list[Hypothesis]:
+    """Decode at most 12 tokens of the best hypothesis of every source, or exactly 12 after `prefixes`."""
     limit = min(NEW_TOKENS, session.spec.max_target_length)
-    config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit)
-    return [best[0] for best in decode(session, sources, config, batch_size=batch_size)]
+    config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit, min_new_tokens=limit if prefixes else 0)
+    return [best[0] for best in decode(session, sources, config, prefixes=prefixes, batch_size=batch_size)]
+
+
+def compare_long_decodes(
+    eager: Session, stages: Sequence[Stage], batches: Sequence[NumberedBatch], report: Callable[[str], None]
+) -> list[Decodes]:
+    """Decode the last tokens up to the length of each batch, after its targets as prefixes."""
+    sources, prefixes, found = [], list[list[int]](), []
+    for batch in batches:
+        new = min(NEW_TOKENS, eager.spec.max_target_length)
+        allowed = np.where(batch.target_ids == eager.spec.tokens.eos, eager.spec.tokens.start, batch.target_ids)
+        sources.append(batch.source_ids[0].tolist())
+        prefixes.append(allowed[0, 1 : batch.target_ids.shape[1] - new + 1].tolist())
+    expected = decode_best(eager, sources, 1, 1, prefixes)
+    for stage in stages:
+        report(f"decoding {len(sources)} sequences up to the length limit: {stage.name}")
+        got = decode_best(stage.session, sources, 1, 1, prefixes)
+        found.append(compare_decodes(stage, "full length", eager, sources, expected, got, prefixes=prefixes))
+    return found
 
 
 def compare_all_decodes(
@@ -87,6 +108,7 @@ def compare_decodes(
     got: Sequence[Hypothesis],
     *,
     num_beams: int = 1,
+    prefixes: Sources | None = None,
 ) -> Decodes:
     """Count equal, tied and different decodes.
 
@@ -96,7 +118,11 @@ def compare_decodes(
     pairs = [(left.token_ids, right.token_ids) for left, right in zip(expected, got, strict=True)]
     differing = [number for number, (left, right) in enumerate(pairs) if left != right]
     perturbed = _perturbed(eager, 2 * stage.noise)
-    tied = {number for number in differing if _may_decode_to(perturbed, sources[number], pairs[number][1], num_beams)}
+    tied = {
+        number
+        for number in differing
+        if _may_decode_to(perturbed, sources[number], pairs[number][1], num_beams, prefixes and prefixes[number])
+    }
     first = None
     if shown := [number for number in differing if number not in tied] or differing:
         left, right = pairs[shown[0]]
@@ -151,8 +177,12 @@ def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     return next(i for i, (a, b) in enumerate(zip_longest(left, right)) if a != b)
 
 
-def _may_decode_to(perturbed: Session, source: Sequence[int], tokens: Tokens, num_beams: int) -> bool:
-    found = decode_best(perturbed, [source] * _PERTURBATIONS, num_beams, _PERTURBATIONS)
+def _may_decode_to(
+    perturbed: Session, source: Sequence[int], tokens: Tokens, num_beams: int, prefix: Sequence[int] | None
+) -> bool:
+    count = _PERTURBATIONS
+    prefixes = None if prefix is None else [prefix] * count
+    found = decode_best(perturbed, [source] * count, num_beams, count, prefixes)
     return any(best.token_ids == tokens for best in found)
 
 
@@ -176,7 +206,7 @@ def _difference(left: Tokens, right: Tokens, end: str) -> str:
 
 
 def _decoded(session: Session, tokenizer: Tokenizer, sample: TextSample) -> Tokens | str:
-    """Decode one text to its recorded length, or return how its source ids differ."""
+    """Decode one text to its recorded length and end, or return how its source ids differ."""
     try:
         (source,) = tokenizer.encode([sample.text])
     except InputError as error:
@@ -186,7 +216,10 @@ def _decoded(session: Session, tokenizer: Tokenizer, sample: TextSample) -> Toke
     if not sample.target_ids:
         return ()
     prefix = list(tokenizer.text.target_prefix)
-    config = DecodeConfig(max_new_tokens=len(sample.target_ids) - len(prefix))
+    # One token more than recorded shows whether the text ends where it should.
+    is_ended = tokenizer.text.is_ended(sample, session.spec.tokens.eos)
+    limit = min(len(sample.target_ids) + is_ended, session.spec.max_target_length)
+    config = DecodeConfig(max_new_tokens=limit - len(prefix))
     return decode(session, [source], config, prefixes=[prefix])[0][0].token_ids
 
 

@@ -13,6 +13,9 @@ from tfexport.runtime.session import Floats, Ids, Mask, Session, Verifies, pad_r
 from tfexport.verify._report import Numbers
 
 LONGEST_SOURCE, LONGEST_TARGET = 48, 24
+# Beyond them, single rows have these lengths, and those of the model's limits.
+LONG = (64, 128, 256, 512, 1024)
+LONG_STEPS = 16  # last tokens of a long target, read one by one
 # Tokens verified in one step; the last piece of a target has fewer.
 PIECE = 5
 
@@ -29,8 +32,13 @@ class Batch(NamedTuple):
 def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[list[int]]:
     """Draw sources of up to 48 tokens or the model's limit, without special tokens."""
     longest = min(LONGEST_SOURCE, spec.max_source_length)
-    allowed = np.setdiff1d(np.arange(spec.source_vocab), [spec.tokens.pad, spec.tokens.eos, spec.tokens.start])
+    allowed = ordinary_ids(spec, spec.source_vocab)
     return [rng.choice(allowed, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def ordinary_ids(spec: ModelSpec, vocab: int) -> Ids:
+    """Return the ids of a vocabulary without special tokens."""
+    return np.setdiff1d(np.arange(vocab), [spec.tokens.pad, spec.tokens.eos, spec.tokens.start])
 
 
 def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_rows: int | None = None) -> list[Batch]:
@@ -49,6 +57,25 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_ro
         prefill = int(rng.integers(1, target_len + 1)) if batches else min(2, target_len)
         batches.append(Batch(ids, mask, target, prefill))
         count -= size
+    return batches
+
+
+def long_lengths(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Return source and target lengths from 64 up to the limits of the model, at most 1,024 tokens."""
+    source, target = (min(limit, LONG[-1]) for limit in (spec.max_source_length, spec.max_target_length))
+    lengths = [length for length in LONG if length < max(source, target)]
+    return [(min(length, source), min(length, target)) for length in (*lengths, max(source, target))]
+
+
+def long_batches(spec: ModelSpec, rng: np.random.Generator) -> list[Batch]:
+    """Draw one row for each of `long_lengths`; most of its target is read in the first step."""
+    batches = []
+    for source_len, target_len in long_lengths(spec):
+        ids = rng.choice(ordinary_ids(spec, spec.source_vocab), (1, source_len))
+        target = rng.integers(0, max(spec.vocab, 1), (1, max(target_len, 1)))
+        target[:, 0] = spec.tokens.start
+        prefill = max(target_len - LONG_STEPS, min(2, target_len))
+        batches.append(Batch(ids, np.ones(ids.shape, np.bool_), target, prefill))
     return batches
 
 

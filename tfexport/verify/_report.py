@@ -61,9 +61,10 @@ class Divergence:
 class Decodes:
     """A check that compares whole decodes of a stage with the eager model's.
 
-    `method` is "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), or
-    "recorded texts" (text to text, compared with the user's own code). A decode that is not equal is a tie if the eager
-    model also produces it with its logits perturbed by twice the stage's measured error: rounding decides.
+    `method` is "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), "full
+    length" (greedy, up to the length limits), or "recorded texts" (text to text, compared with the user's own code).
+    A decode that is not equal is a tie if the eager model also produces it with its logits perturbed by twice the
+    stage's measured error: rounding decides.
     """
 
     stage: str
@@ -112,6 +113,9 @@ class Report:
     numbers: tuple[Numbers, ...]
     decodes: tuple[Decodes, ...]
     author: str | None = None  # outputs of the author's code that the reference agrees with
+    source_tokens: int = 0  # length of the longest source that was compared
+    target_tokens: int = 0
+    is_capped: bool = False  # whether the model accepts longer ones
 
     @property
     def proof(self) -> Proof:
@@ -149,6 +153,8 @@ class Report:
             "reference": self.reference,
             "samples": self.samples,
             "seed": self.seed,
+            "source_tokens": self.source_tokens,
+            "target_tokens": self.target_tokens,
             "worst_error": max(check.error for check in self.numbers),
             **{name: sum(getattr(check, name) for check in self.decodes) for name in ("sequences", "exact", "ties")},
         }
@@ -172,4 +178,5 @@ class Report:
 
     @property
     def _verdict(self) -> str:
-        return f"parity with {self.reference}: {'passed' if self.passed else 'FAILED'}"
+        lengths = f", compared up to {self.source_tokens} source and {self.target_tokens} target tokens"
+        return f"parity with {self.reference}: {'passed' if self.passed else 'FAILED'}{lengths * self.is_capped}"

@@ -71,7 +71,7 @@ def test_the_export_reports_where_decodes_part(int4: Path) -> None:
     report = json.loads((int4 / "parity.json").read_text())
     assert report["passed"] is True
     by_method = {check["method"]: check for check in report["decodes"]}
-    assert set(by_method) == {"greedy", "beam 4", "batch invariance", "recorded texts"}
+    assert set(by_method) == {"greedy", "beam 4", "batch invariance", "full length", "recorded texts"}
     greedy = by_method["greedy"]
     assert greedy["must_be_exact"] is False
     assert greedy["divergence"]["equal"] == greedy["exact"] / greedy["sequences"] < 1
