@@ -313,6 +313,8 @@ def _generation_lines(found: Mapping[str, Any]) -> list[str]:
 
 def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
     error = f", error {found.get('error')}, at most {found.get('tolerance')}" if found["proven"] else ""
+    if source_tokens := found.get("source_tokens"):
+        error += f", compared up to {source_tokens} source and {found.get('target_tokens')} target tokens"
     lines = [f"  layout {found['layout']}{error}", *(f"  unverified  {entry}" for entry in found["unverified"])]
     lines += _checkpoint_lines(found)
     rows = [

@@ -22,10 +22,17 @@ from tokenizers import models, normalizers, pre_tokenizers
 import tfexport
 from models.from_scratch.notebook_004 import Notebook004
 from tests.command import ran
+from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import Manifest
-from tfexport.errors import CheckpointError
+from tfexport.errors import CheckpointError, ConfigError, ParityError
+from tfexport.importing.config import ImportConfig
+from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.reference.outputs import read_reference, record_reference, write_reference
 from tfexport.importing.reference.texts import RecordedTexts
+from tfexport.model.load import load_tokenizer
+from tfexport.runtime.eager import EagerSession, load_eager_model
+from tfexport.text.config import TextConfig, TextSample
+from tfexport.verify._decodes import Stage, recorded_texts
 
 PAD, BOS, EOS, UNK = range(4)
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -292,3 +299,58 @@ def test_what_cannot_be_recorded_is_said(user: User, changes: dict[str, object],
     with pytest.raises(CheckpointError, match=message):
         user.record("bad", user.inputs[:2], **changes)
     assert not (user.folder / "bad.golden.safetensors").exists()
+
+
+@pytest.mark.parametrize("is_stored", [True, False], ids=["end stored", "older file"])
+def test_a_text_that_does_not_end_as_recorded_is_different(is_stored: bool, proven: Made) -> None:
+    """With the end and padding ids swapped, the same tokens are followed by others."""
+    bundle = open_bundle(proven.bundle)
+    spec, model, tokenizer = bundle.manifest.spec, load_eager_model(bundle), load_tokenizer(bundle)
+    assert tokenizer is not None
+    assert tokenizer.text.end == EOS
+    if not is_stored:
+        tokenizer.text = replace(tokenizer.text, end=None)
+    swapped = replace(spec, tokens=replace(spec.tokens, pad=EOS, eos=PAD))
+    eager = EagerSession(model)
+    right, wrong = (
+        recorded_texts(Stage("eager", EagerSession(model, one), 0.0), tokenizer, eager) for one in (spec, swapped)
+    )
+    assert (right.passed, right.exact) == (True, 12)
+    assert not wrong.passed
+
+
+def test_swapped_ids_end_the_import(user: User, tmp_path: Path) -> None:
+    """Whether they are stored, or only the recorded texts show them."""
+    reference = read_reference(user.folder / "texts.golden.safetensors")
+    assert (reference.tokens, reference.text and reference.text.end) == ({"start": BOS, "eos": EOS}, EOS)
+    assert reference.text is not None
+    write_reference(replace(reference, tokens={}, text=replace(reference.text, end=None)), tmp_path / "older")
+    swapped = ImportConfig(layout="notebook-004", settings=("tokens.pad=2", "tokens.start=1", "tokens.eos=0"))
+    for path in (user.folder / "texts.golden.safetensors", tmp_path / "older"):
+        with pytest.raises(ConfigError, match=r"tokens\.eos is 0, the reference outputs were recorded with 2"):
+            import_checkpoint(user.folder / "model.pt", tmp_path / "new", swapped, reference=path)
+
+
+def test_sources_that_contain_the_padding_id_end_the_import(user: User, tmp_path: Path) -> None:
+    """The end id of the sources is given as padding."""
+    wrong = ImportConfig(layout="notebook-004", settings=("tokens.pad=1", "tokens.unk=3"))
+    with pytest.raises(ParityError, match="12 of 12 recorded texts have the padding id 1"):
+        import_checkpoint(
+            user.folder / "model.pt",
+            tmp_path / "new",
+            wrong,
+            reference=user.folder / "texts.golden.safetensors",
+            tokenizer=user.folder / "source.txt",
+            target_tokenizer=user.folder / "target.txt",
+        )
+
+
+def test_an_older_file_shows_the_end_by_targets_of_unequal_length() -> None:
+    def samples(*targets: tuple[int, ...]) -> tuple[TextSample, ...]:
+        return tuple(TextSample(text="a", source_ids=(5,), target_ids=ids, output="b") for ids in targets)
+
+    text = TextConfig(samples=samples((5, 2), (5, 6, 7), (6, 7, 2)))
+    assert text.recorded_end == 2
+    assert [text.is_ended(sample, 0) for sample in text.samples] == [True, False, False]
+    assert [replace(text, end=2).is_ended(sample, 0) for sample in text.samples] == [True, False, True]
+    assert TextConfig(samples=samples((5, 6, 7))).recorded_end is None

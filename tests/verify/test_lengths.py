@@ -107,4 +107,4 @@ def test_lengths_grow_to_the_limits(source: int, target: int, expected: list[tup
 
 def test_a_longer_limit_is_not_claimed() -> None:
     report = Report("the eager model", 4, 0, (), (), source_tokens=1024, target_tokens=1024, is_capped=True)
-    assert report.lines()[-1].endswith("passed, compared up to 1024 source and 1024 target tokens")
+    assert any(line.endswith("passed, compared up to 1024 source and 1024 target tokens") for line in report.lines())

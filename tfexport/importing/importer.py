@@ -56,8 +56,10 @@ class Imported:
         proof, kind = self.certificate, "encoder-decoder" if self.config.decoder else "encoder alone"
         if not proof.proven or proof.error is None or proof.tolerance is None:
             return f"{kind}, layout {self.layout.name}, {proof.proof}"
+        lengths = f"up to {proof.source_tokens} source"
+        lengths += f" and {proof.target_tokens} target tokens" if self.config.decoder else " tokens"
         error = f"error {proof.error:.1e}, at most {proof.tolerance:.0e}"
-        return f"{kind}, layout {self.layout.name}, proven: {error}, compared with {REFERENCE}"
+        return f"{kind}, layout {self.layout.name}, proven: {error}, compared with {REFERENCE} {lengths}"
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ class _Import:
             self.checkpoint = replace(self.checkpoint, tensors=tensors)
         self.layout = named_layout(self.family.layout(self.hf_config or {})) if self.family else options.layout
         self.proof = self._proof(reference) if reference else None
+        self.settings = self._recorded_tokens() | self.settings
 
     def _family(self, *, has_reference: bool) -> tuple[Family | None, dict[str, Value]]:
         hf, generation = self.hf_config, self.checkpoint.hf_generation
@@ -216,6 +219,20 @@ class _Import:
             self.report(f"{path}: was recorded with {neighbor.name}, which proves the layout")
             tensors = read_checkpoint(neighbor).tensors
         return _Proof(path, reference, tensors)
+
+    def _recorded_tokens(self) -> dict[str, Value]:
+        """Return the token ids of the reference file as settings; raise if other ids are given."""
+        recorded = self.proof.reference.known_tokens() if self.proof else {}
+        layout = None if self.layout is None or self.layout.name in builtin_layouts() else self.layout
+        given: dict[str, Value] = {f"tokens.{name}": value for name, value in layout.tokens.items()} if layout else {}
+        given |= self.settings
+        problems = [
+            f"{name} is {given[name]}, the reference outputs were recorded with {value}"
+            for name, value in recorded.items()
+            if isinstance(given.get(name), int) and given[name] != value
+        ]
+        raise_all(ConfigError, "import", problems, remedy="correct --set, or record again with the right ids")
+        return {**recorded}
 
     def settled(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         """Set switches, heads and tokens; also return what remains unverified."""

@@ -72,6 +72,13 @@ class OwnModule:
             problems.append(f"{others[0][:120]} is not float32 on the CPU; give module.float().cpu()")
         if self.texts is not None and self.tokenizers is None:
             problems.append("texts are given, but no tokenizers to compare with them; give tokenizers=Tokenizers(PATH)")
+        if self.texts is not None and self.spec.has_decoder:
+            ids = (("start", self.texts.start, self.spec.tokens.start), ("end", self.texts.end, self.spec.tokens.eos))
+            problems += [
+                f"{name} of texts is {value}, spec.tokens has {expected}"
+                for name, value, expected in ids
+                if value not in (None, expected)
+            ]
         return [*problems, *self.generation.token_problems(self.spec.vocab)]
 
     @property

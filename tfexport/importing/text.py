@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Inner
 from tfexport._io import process
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.contract import ModelSpec
-from tfexport.errors import BundleError, CheckpointError
+from tfexport.errors import BundleError, CheckpointError, ParityError
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
 from tfexport.importing.vocabulary import Side, tokenizer_error, tokenizer_json, vocabulary_size
 from tfexport.text.compare import fit_text_config
@@ -89,6 +89,7 @@ def import_text(
     notes = [f"{name} {', '.join(map(str, ids))}: as in the recorded texts" for name, ids in found.items()]
     notes = [*warnings, *languages, *notes]
     if recorded:
+        _check_padding(text, spec)
         notes.append(f"the tokenizer and your code agree on ids and texts for {len(text.samples)} recorded texts")
     elif spec.has_decoder and not tokenizer.ends_sources:
         eos = tokenizer.eos
@@ -98,6 +99,14 @@ def import_text(
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
     return ImportedText(files, tokenizer, len(text.samples), generation, tuple(notes), unverified)
+
+
+def _check_padding(text: TextConfig, spec: ModelSpec) -> None:
+    pad = spec.tokens.pad
+    padded = [number for number, sample in enumerate(text.samples, 1) if pad in sample.source_ids]
+    if padded and pad != spec.tokens.eos:
+        problem = f"{len(padded)} of {len(text.samples)} recorded texts have the padding id {pad} in their source ids"
+        raise ParityError(f"{problem}, text {padded[0]} first; correct tokens.pad, or return ids without padding")
 
 
 def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, bytes], list[str]]:

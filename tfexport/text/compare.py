@@ -23,6 +23,7 @@ def fit_text_config(load: Callable[[TextConfig], Tokenizer], recorded: TextConfi
     it lacks are taken from `recorded`, that of the reference file. Raises ParityError like `check_texts`.
     """
     text = replace(given, target_prefix=given.target_prefix or recorded.target_prefix, samples=recorded.samples)
+    text = replace(text, end=recorded.end)
     if not (given.source_prefix or given.source_suffix):
         plain = load(text)
         around = {_around(sample.source_ids, _encoded(plain, sample.text)) for sample in recorded.samples}

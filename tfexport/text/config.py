@@ -35,13 +35,31 @@ class TextConfig(Config, subject="text"):
     source_suffix: tuple[int, ...] = ()  # after them
     target_prefix: tuple[int, ...] = ()  # that every target begins with, after the start token
     samples: tuple[TextSample, ...] = ()  # recorded texts
+    end: int | None = None  # id that ends a recorded target
 
     def _problems(self) -> Iterator[str]:
         for name in ("source_prefix", "source_suffix", "target_prefix"):
             if min((0, *getattr(self, name))) < 0:
                 yield f"{name} has negative ids, expected 0 or more"
+        if self.end is not None and self.end < 0:
+            yield f"end is {self.end}, expected 0 or more"
         if len(self.samples) > MAX_SAMPLES:
             yield f"there are {len(self.samples)} samples, expected at most {MAX_SAMPLES}"
+
+    @property
+    def recorded_end(self) -> int | None:
+        """The id that ends recorded targets; older files only show it by targets of unequal length."""
+        ends = {sample.target_ids[-1] for sample in self.samples if 0 < len(sample.target_ids) < self._longest}
+        return ends.pop() if self.end is None and len(ends) == 1 else self.end
+
+    def is_ended(self, sample: TextSample, eos: int) -> bool:
+        """Return whether the target of a sample ended before the limit; `eos` if no end was recorded."""
+        end = eos if self.end is None else self.end
+        return sample.target_ids[-1:] == (end,) or 0 < len(sample.target_ids) < self._longest
+
+    @property
+    def _longest(self) -> int:
+        return max((len(sample.target_ids) for sample in self.samples), default=0)
 
     @property
     def proof(self) -> str:

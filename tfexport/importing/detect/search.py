@@ -112,6 +112,7 @@ def detect(
 
     `tensors` is the state dict that the reference outputs were recorded with, preferably float64.
     """
+    reference = reference and replace(reference, long=())  # the proof compares them once
     known = [layout for layout in builtin if fits_names(layout, tensors)]
     if known:
         report(f"names fit the layout {' and '.join(layout.name for layout in known)}")

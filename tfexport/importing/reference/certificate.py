@@ -23,7 +23,15 @@ from tfexport.errors import ConfigError
 from tfexport.importing._files import FileSum
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.layout.sizes import configured, options
-from tfexport.importing.reference.compare import Comparator, Comparison, check_fits, tolerance
+from tfexport.importing.reference.compare import (
+    Comparator,
+    Comparison,
+    check_fits,
+    compare_lengths,
+    fitting_rows,
+    tolerance,
+)
+from tfexport.importing.reference.lengths import LongRow
 from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.switches import SWITCHES, Value
@@ -32,6 +40,7 @@ from tfexport.nn.transformer import Transformer, on_meta
 GROWTH = 20  # a change counts as detected if the error grows by this factor
 _FLOOR = 5e-15  # rounding noise of float64
 _NOISE = 0.01
+_PROBE = 256  # length of the row that switches without effect on short rows are tried on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,8 @@ class Certificate:
     error: float | None = None  # largest difference, relative to the largest absolute value
     tolerance: float | None = None
     rows: int = 0  # of the reference batch
+    source_tokens: int = 0  # length of the longest source that was compared
+    target_tokens: int = 0
     switches: Mapping[str, Changed] = field(default_factory=dict, repr=False)  # error with the next best value
     # Smallest error that 1% of noise on one tensor causes, by layout line.
     lines: Mapping[str, float] = field(default_factory=dict, repr=False)
@@ -97,7 +108,11 @@ def certify(
     comparator = Comparator(canonical, reference)
     wanted = tolerance(reference, baseline)
     error = comparator.compare(canonical.config).worst
-    blind = GROWTH * max(error, _FLOOR)
+    source_tokens, target_tokens = compare_lengths(comparator, canonical, reference, error, wanted)
+    # A switch that changes nothing in short rows, such as the largest distance of a bias, may change a long one.
+    rows = fitting_rows(canonical.config, reference)
+    probe = [row for row in rows if max(row.lengths) >= _PROBE][:1] or rows[-1:]
+    blind = GROWTH * max(error, _FLOOR, *(comparator.compare_row(canonical.config, row) for row in probe))
     changes = list(_switch_changes(canonical, reference, comparator))
     kinds: dict[str, list[Tensor]] = {}
     for name, parameter in comparator.model.named_parameters():
@@ -106,6 +121,8 @@ def certify(
     switches: dict[str, Changed] = {}
     for done, (name, value, nearest, run) in enumerate(changes, 1):
         found = run().worst
+        if probe and not found >= blind:
+            found = run(rows=probe).worst
         on_progress(done / num_changes)
         if name not in switches or found < switches[name].error:
             switches[name] = Changed(value=value, nearest=nearest, error=found)
@@ -119,6 +136,7 @@ def certify(
         if not changed.error >= blind
     ]
     unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
+    unverified += _uncompared(canonical.config, source_tokens, target_tokens)
     lines = {}
     for use in canonical.lines:
         errors = [tensors.get(_kind(name), 0.0) for name in use.targets]
@@ -128,21 +146,32 @@ def certify(
         proven=error <= wanted,
         error=error,
         tolerance=wanted,
-        rows=reference.source_ids.shape[0],
+        rows=reference.source_ids.shape[0] + len(rows),
+        source_tokens=source_tokens,
+        target_tokens=target_tokens,
         switches=switches,
         lines=lines,
         unverified=tuple(unverified),
     )
 
 
+def _uncompared(config: TransformerConfig, source_tokens: int, target_tokens: int) -> list[str]:
+    sides = (("source", config.max_source_length, source_tokens), ("target", config.max_target_length, target_tokens))
+    return [
+        f"{side} length: compared up to {compared} tokens, the model accepts {most}"
+        for side, most, compared in sides
+        if most is not None and compared < most
+    ]
+
+
 def _switch_changes(
     canonical: Canonical, reference: ReferenceOutputs, comparator: Comparator
-) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
+) -> Iterator[tuple[str, Value, Value, Callable[..., Comparison]]]:
     config, current = canonical.config, _values(canonical.config)
 
-    def compare(**changes: Any) -> Comparison:
+    def compare(*, rows: Sequence[LongRow] = (), **changes: Any) -> Comparison:
         other = replace(canonical, **changes)
-        return Comparator(other, reference).compare(other.config)
+        return Comparator(other, reference).compare(other.config, rows=rows)
 
     for name, values in {**options(config), "num_heads": _heads(config)}.items():
         for value in values:

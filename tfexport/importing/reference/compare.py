@@ -1,9 +1,12 @@
-"""Compare a canonical model with reference outputs in float64, without padding."""
+"""Compare a canonical model with reference outputs in float64, without padding.
+
+The search compares the short rows only; the final proof also compares the long ones.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from tfexport.errors import ParityError
 from tfexport.importing.layout.apply import Canonical
+from tfexport.importing.reference.lengths import LongRow
 from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.config import Side, StackConfig, TransformerConfig
 from tfexport.nn.layers import LayerNorm
@@ -60,6 +64,38 @@ def compare(canonical: Canonical, reference: ReferenceOutputs) -> Comparison:
     return Comparator(canonical, reference).compare(canonical.config)
 
 
+def compare_lengths(
+    comparator: Comparator, canonical: Canonical, reference: ReferenceOutputs, error: float, wanted: float
+) -> tuple[int, int]:
+    """Compare the long rows that the model accepts; return the largest source and target length compared.
+
+    `error` and `wanted` are the error and the tolerance of the short rows. Raises ParityError if a long row differs.
+    """
+    source, target = reference.source_mask.shape[1], 0
+    if reference.target_mask is not None:
+        target = reference.target_mask.shape[1]
+    # Angles and tables that are computed in float32 are wrong in proportion to the position.
+    rounding = max(BASELINES * error, wanted if wanted > TOLERANCE else 0.0)
+    for row in fitting_rows(canonical.config, reference):
+        found = comparator.compare_row(canonical.config, row)
+        most = max(wanted, rounding * max(row.lengths) / reference.source_ids.shape[1])
+        if not found <= most:
+            raise ParityError(
+                f"reference outputs: the model agrees up to {source} source and {target} target tokens, but not for "
+                f"{row.lengths[0]} and {row.lengths[1]}: error {found:.1e}, expected at most {most:.0e}; a sliding "
+                "window, clamped or rescaled positions? export it as your own module, see "
+                "docs/guides/your-own-module.md, or record again with lower max_source_len and max_target_len"
+            )
+        source, target = max(source, row.lengths[0]), max(target, row.lengths[1])
+    return source, target
+
+
+def fitting_rows(config: TransformerConfig, reference: ReferenceOutputs) -> list[LongRow]:
+    """Return the long rows within the length limits of a model."""
+    limits = (config.max_source_length, config.max_target_length or 0)
+    return [row for row in reference.long if all(n <= most for n, most in zip(row.lengths, limits, strict=True))]
+
+
 def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
     """Raise a ParityError if the recorded ids or outputs do not fit a model."""
     problems = []
@@ -67,8 +103,10 @@ def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
         ("source", reference.source_ids, config.source_vocab, config.max_source_length),
         ("target", reference.target_ids, config.target_vocab or 0, config.max_target_length or 0),
     ):
-        if ids is not None and int(ids.max()) >= vocab:
-            problems.append(f"{side} id {int(ids.max())} is not below the vocabulary {vocab}")
+        rows = [row.source_ids if side == "source" else row.target_ids for row in reference.long]
+        largest = max((int(each.max()) for each in (ids, *rows) if each is not None), default=-1)
+        if largest >= vocab:
+            problems.append(f"{side} id {largest} is not below the vocabulary {vocab}")
         if ids is not None and ids.shape[1] > length:
             problems.append(f"{ids.shape[1]} {side} positions, the model accepts {length}")
     if (reference.target_ids is None) != (config.decoder is None):
@@ -99,8 +137,10 @@ class Comparator:
         self.scale = float(expected[keep].abs().max())
 
     @torch.inference_mode()
-    def compare(self, config: TransformerConfig, *, mask_source: bool = True) -> Comparison:
-        """Compare under the switches of `config`; attention may include padding."""
+    def compare(
+        self, config: TransformerConfig, *, mask_source: bool = True, rows: Sequence[LongRow] = ()
+    ) -> Comparison:
+        """Compare short rows, and `rows`, under the switches of `config`; attention may include padding."""
         _set_switches(self.model, config)
         reference, encoder_error = self.reference, None
         mask = reference.source_mask if mask_source else torch.ones_like(reference.source_mask)
@@ -114,9 +154,21 @@ class Comparator:
                 encoder_error = float(errors.max()) / float(reference.hidden_states[reference.source_mask].abs().max())
         errors = _errors(found, self.expected, self.keep)
         row, position = divmod(int(errors.argmax()), errors.shape[1])
-        return Comparison(
-            error=float(errors.max()) / self.scale, encoder_error=encoder_error, row=row, position=position
-        )
+        error = max((float(errors.max()) / self.scale, *(self.compare_row(config, long) for long in rows)))
+        return Comparison(error=error, encoder_error=encoder_error, row=row, position=position)
+
+    @torch.inference_mode()
+    def compare_row(self, config: TransformerConfig, row: LongRow) -> float:
+        """Return the error of a long row under the switches of `config`."""
+        _set_switches(self.model, config)
+        mask = torch.ones_like(row.source_ids, dtype=torch.bool)
+        if row.target_ids is None:
+            found, expected = self.model.hidden_states(row.source_ids, mask)[0, row.positions], row.outputs
+        else:
+            found = self.model(row.source_ids, mask, row.target_ids)[0, row.positions].log_softmax(-1)
+            expected = row.outputs.log_softmax(-1)
+        errors = _errors(found, expected, torch.ones(len(found), dtype=torch.bool))
+        return float(errors.max()) / float(expected.abs().max())
 
 
 def _errors(found: Tensor, expected: Tensor, keep: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ Its metadata has texts (`text`) and checksums of weights (`weights`) as JSON, an
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from tfexport._io.atomic import whole_file
 from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing._files import FileSum, snapshot, tensor_problems
+from tfexport.importing.reference.lengths import LENGTHS, LONG, IdRange, LongRow, read_rows, record_rows, write_rows
+from tfexport.importing.reference.original import Original, copied, hidden_tables, to_float64
 from tfexport.importing.reference.texts import RecordedTexts, record_texts
 from tfexport.importing.reference.weights import randomize, tensor_sums
 from tfexport.text.config import TextConfig
@@ -32,7 +34,6 @@ STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
 _INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
 _FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}  # names in older files
 _MAX_BYTES = 1024**3  # of inputs and outputs, without the state dict
-_CAUSAL = 1e-4  # largest difference that float32 may cause between runs that should be equal
 _NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float}
 
 
@@ -57,18 +58,26 @@ class ReferenceOutputs:
     attributes: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # outside of the state dict, by name
     real: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # outputs with the model's own weights
     text: TextConfig | None = None
+    tokens: Mapping[str, int] = field(default_factory=dict)  # ids of pad, start and eos, as far as given
     weights: Mapping[str, str] = field(default_factory=dict, repr=False)  # checksums of the model's own tensors
+    long: tuple[LongRow, ...] = field(default=(), repr=False)  # up to the length limits of the model
     file: FileSum | None = None
 
     def __post_init__(self) -> None:
         raise_all(CheckpointError, "reference outputs", _problems(self))
+
+    def known_tokens(self) -> dict[str, int]:
+        """Return the recorded ids as settings, such as tokens.eos."""
+        end = self.text.recorded_end if self.text else None
+        tokens = ({} if end is None else {"eos": end}) | dict(self.tokens)
+        return {f"tokens.{name}": value for name, value in tokens.items()}
 
     def with_real_weights(self) -> ReferenceOutputs | None:
         """Return the outputs of the checkpoint's own weights, or None if not recorded."""
         if not self.real:
             return None
         results = {name: self.real.get(name) for name in _RESULTS}
-        return replace(self, **results, state={}, attributes={}, real={}, text=None, weights={}, file=None)  # type: ignore[arg-type]
+        return replace(self, **results, state={}, attributes={}, real={}, long=(), file=None)  # type: ignore[arg-type]
 
 
 def read_reference(path: Path | str) -> ReferenceOutputs:
@@ -92,9 +101,9 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
     if metadata.pop("sha256", None) not in (None, _contents_sum(stored, metadata)):
         raise CheckpointError(f"{path}: has changed since it was recorded; copy it or record it again")
     tensors = {_FORMER.get(name, name): tensor for name, tensor in stored.items()}
-    state, attributes, real = (
+    state, attributes, real, long = (
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        for prefix in (STATE, ATTRIBUTE, REAL)
+        for prefix in (STATE, ATTRIBUTE, REAL, LONG)
     )
     # The file format does not keep the order of the state dict.
     order = metadata.get("state_order", "").split("\n")
@@ -106,6 +115,7 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
             state={name: state[name] for name in order} if set(order) == set(state) else state,
             attributes=attributes,
             real=real,
+            long=read_rows(long),
             file=file_sum,
         )
     except (CheckpointError, ConfigError) as error:
@@ -120,11 +130,15 @@ def record_reference(
     source_vocab: int,
     target_vocab: int | None = None,
     heads: int | None = None,
-    pad_source: int = 0,
-    pad_target: int = 0,
+    pad_source: int | None = None,
+    pad_target: int | None = None,
+    start: int | None = None,
+    end: int | None = None,
     encode: Callable[..., Tensor] | None = None,
     source_len: int = 9,
     target_len: int = 7,
+    max_source_len: int = LENGTHS[-1],
+    max_target_len: int = LENGTHS[-1],
     seed: int = 0,
     texts: RecordedTexts | None = None,
     force: bool = False,
@@ -132,7 +146,8 @@ def record_reference(
     """Record the outputs of a model for `tfexport import --reference`.
 
     Two copies of the model run in eval mode and float64 on three rows of uneven length. One copy has random parameters,
-    and its state dict is stored with its outputs. The other copy has the model's own weights.
+    and its state dict is stored with its outputs. It also runs single rows up to the longest that the model accepts.
+    The other copy has the model's own weights.
 
     Args:
         model: original model; it is not modified.
@@ -146,12 +161,16 @@ def record_reference(
         source_vocab: number of source ids.
         target_vocab: number of target ids; None for an encoder-only model.
         heads: number of attention heads, which shapes do not show.
-        pad_source: padding id of sources; never drawn as a token.
-        pad_target: padding id of targets; never drawn as a token.
+        pad_source: padding id of sources, never drawn as a token. None pads with 0 and leaves `tokens.pad` open.
+        pad_target: padding id of targets, never drawn as a token. None pads with `pad_source`.
+        start: id that targets begin with; None takes that of `texts`.
+        end: id that ends a target; None takes that of `texts`.
         encode: called as `encode(model, source_ids, source_mask)`; returns the states of the encoder, [batch,
             source_len, d_model]. With them, a failed import reports which side is wrong.
-        source_len: length of the longest source.
-        target_len: length of the longest target.
+        source_len: length of the longest source in the three rows.
+        target_len: length of the longest target in the three rows.
+        max_source_len: length of the longest source to try in single rows.
+        max_target_len: length of the longest target to try in single rows.
         seed: seed of the ids and the random parameters.
         texts: sample texts and your own code around the model. Without them, the tokenizer is not verified.
         force: replace an existing file after the new one is complete.
@@ -166,34 +185,45 @@ def record_reference(
     path = Path(path)
     if os.path.lexists(path) and not force:
         raise CheckpointError(f"{path} exists; use force=True or choose another name")
+    tokens = _tokens(pad_source, start, end, texts)
+    pad_source = pad_source or 0
+    pad_target = pad_source if pad_target is None else pad_target
     generator = torch.Generator().manual_seed(seed)
     source_ids, source_mask = _batch(source_vocab, source_len, pad_source, generator)
     inputs = {"source_ids": source_ids, "source_mask": source_mask}
     if target_vocab is not None:
         inputs["target_ids"], inputs["target_mask"] = _batch(target_vocab, target_len, pad_target, generator)
-    original = _Original(forward, encode, inputs, target_vocab)
-    randomized, own = _copied(model), _copied(model)
+    original = Original(forward, encode, inputs, target_vocab)
+    randomized, own = copied(model), copied(model)
     randomize(randomized, generator)
     state = {
         name: value.detach().clone() for name, value in randomized.state_dict().items() if isinstance(value, Tensor)
     }
-    attributes = _attributes(randomized, state)
-    _to_float64(randomized)
-    _to_float64(own)
+    attributes = hidden_tables(randomized, state)
+    to_float64(randomized)
+    to_float64(own)
     results = original.run(randomized)
     original.check(randomized, results, pad_target)
+    sides = [IdRange(source_vocab, pad_source, source_len, max_source_len)]
+    first_target = None
+    if target_vocab is not None:
+        sides.append(IdRange(target_vocab, pad_target, target_len, max_target_len))
+        first_target = pad_target if bool((inputs["target_ids"][:, 0] == pad_target).all()) else None
+    baseline = original.baseline(randomized, results)
     reference = ReferenceOutputs(
         **inputs,
         **results,
         heads=heads,
         pad_source=pad_source,
         pad_target=pad_target if target_vocab is not None else None,
-        baseline=original.baseline(randomized, results),
+        baseline=baseline,
         state=state,
         attributes=attributes,
         real=original.run(own),
         text=None if texts is None else record_texts(own, forward, texts, source_vocab, target_vocab),
+        tokens=tokens,
         weights=tensor_sums(model.state_dict()),
+        long=record_rows(partial(original.run_row, randomized), sides, generator, first_target),
         file=None,
     )
     write_reference(reference, path)
@@ -203,6 +233,7 @@ def record_reference(
 def write_reference(reference: ReferenceOutputs, path: Path) -> None:
     """Write reference outputs; the file is complete or does not exist."""
     tensors = {name: getattr(reference, name) for name in (*_INPUTS, *_RESULTS)}
+    tensors |= write_rows(reference.long)
     for prefix, more in ((STATE, reference.state), (ATTRIBUTE, reference.attributes), (REAL, reference.real)):
         tensors |= {prefix + name: tensor for name, tensor in more.items()}
     # safetensors cannot store tensors that share memory.
@@ -213,6 +244,8 @@ def write_reference(reference: ReferenceOutputs, path: Path) -> None:
         metadata["state_order"] = "\n".join(reference.state)
     if reference.text:
         metadata["text"] = json.dumps(reference.text.to_dict(), ensure_ascii=False)
+    if reference.tokens:
+        metadata["tokens"] = json.dumps(dict(reference.tokens))
     if reference.weights:
         metadata["weights"] = json.dumps(dict(reference.weights))
     try:
@@ -228,74 +261,20 @@ def _contents_sum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Original:
-    forward: Callable[..., Tensor]
-    encode: Callable[..., Tensor] | None
-    inputs: Mapping[str, Tensor]
-    target_vocab: int | None
-
-    @torch.no_grad()
-    def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
-        source = (self.inputs["source_ids"], self.inputs["source_mask"])
-        if self.target_vocab is None:
-            return {"hidden_states": _checked(self.forward(model, *source), source[0], None)}
-        target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
-        results = {"logits": _checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
-        if self.encode is not None:
-            results["hidden_states"] = _checked(self.encode(model, *source), source[0], None)
-        return results
-
-    def check(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
-        again = self.run(model)
-        if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
-            raise CheckpointError("reference: two runs differ; disable dropout and everything else that is random")
-        if self.target_vocab is None:
-            return
-        last, first = (self._changed_logits(model, position) for position in (-1, 0))
-        if float((last - results["logits"])[:1, :-1].abs().max()) > _CAUSAL:
-            problem = "outputs of earlier positions change with the last target token"
-            raise CheckpointError(f"reference: {problem}; give the decoder its causal mask in your forward")
-        # If the first id changes nothing, the decoder starts without a token.
-        keep = self.inputs["target_mask"]
-        if torch.equal(first[keep], results["logits"][keep]):
-            self.inputs["target_ids"][:, 0] = pad
-
-    def _changed_logits(self, model: nn.Module, position: int) -> Tensor:
-        ids = self.inputs["target_ids"].clone()
-        ids[:, position] = (ids[:, position] + 1) % (self.target_vocab or 1)
-        return self.run(model, ids)["logits"]
-
-    def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
-        """Estimate the error of parts of the original that compute in float32."""
-        # Weights change by a billionth, and by twice that. Float64 outputs deviate from a line by the square of that,
-        # but float32 rounding makes them jump by its own precision.
-        start = [parameter.detach().clone() for parameter in model.parameters()]
-
-        @torch.no_grad()
-        def moved(moves: list[Tensor], steps: int) -> dict[str, Tensor]:
-            for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
-                parameter.copy_(origin + steps * move)
-            return self.run(model)
-
-        worst = 0.0
-        for seed in range(3):
-            generator = torch.Generator().manual_seed(seed)
-            moves = [1e-9 * torch.randn(p.shape, generator=generator, dtype=torch.float64) * p for p in start]
-            once, twice = moved(moves, 1), moved(moves, 2)
-            for name, result in results.items():
-                keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
-                bend = (twice[name] - 2 * once[name] + result)[keep].abs().max()
-                worst = max(worst, float(bend / result[keep].abs().max()))
-        return worst
-
-
-def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
-    shape = list(result.shape) if isinstance(result, Tensor) else []
-    if not isinstance(result, Tensor) or shape[:-1] != list(ids.shape) or width not in (None, shape[-1]):
-        got, expected = shape or type(result).__name__, [*ids.shape, "d_model" if width is None else width]
-        raise CheckpointError(f"reference: the model returned {got}, expected {expected}; reshape it in your forward")
-    return result.detach().double().cpu().clone()
+def _tokens(pad: int | None, start: int | None, end: int | None, texts: RecordedTexts | None) -> dict[str, int]:
+    both = [("start", start, texts and texts.start), ("end", end, texts and texts.end)]
+    raise_all(
+        CheckpointError,
+        "reference",
+        [
+            f"{name} is {ours}, that of texts is {theirs}"
+            for name, ours, theirs in both
+            if ours is not None and theirs is not None and ours != theirs
+        ],
+        remedy="give one of them",
+    )
+    start, end = (theirs if ours is None else ours for _, ours, theirs in both)
+    return {name: value for name, value in (("pad", pad), ("start", start), ("eos", end)) if value is not None}
 
 
 def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -307,44 +286,14 @@ def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tup
     # decide everything else on the last row first.
     lengths = torch.tensor([length, length // 2 + 1, 1])
     keep = torch.arange(length)[None] < lengths[:, None]
-    ids = torch.randint(0, vocab - 1, (3, length), generator=generator)
-    ids += ids >= pad
+    ids = IdRange(vocab, pad, length, length).draw((3, length), generator)
     return torch.where(keep, ids, pad), keep
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model).cpu().eval()
-    except (RuntimeError, TypeError) as error:
-        remedy = "build a second one and load the state dict into it"
-        raise CheckpointError(f"reference: the model cannot be copied ({error}); {remedy}") from error
-
-
-def _attributes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    own = (
-        (f"{prefix}.{name}".removeprefix("."), value)
-        for prefix, module in model.named_modules()
-        for name, value in vars(module).items()
-    )
-    return {
-        name: value.detach().cpu().clone()
-        for name, value in (*model.named_buffers(), *own)
-        if isinstance(value, Tensor) and name not in state and value.is_floating_point() and value.dim() >= 2
-    }
-
-
-def _to_float64(model: nn.Module) -> None:
-    model.double()
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                setattr(module, name, value.double().cpu())
 
 
 def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
     known = {*_INPUTS, *_RESULTS, *(REAL + name for name in _RESULTS), *_FORMER}
     inputs = [_FORMER.get(name, name) for name in names]
-    others = [name for name in names if name not in known and not name.startswith((STATE, ATTRIBUTE))]
+    others = [name for name in names if name not in known and not name.startswith((STATE, ATTRIBUTE, LONG))]
     problems = [f"unknown tensor {shortened(name)}" for name in others]
     problems += [f"missing tensor {name}" for name in ("source_ids", "source_mask") if name not in inputs]
     problems += [f"tensor {name} is there twice, under a former name too" for name in _INPUTS if inputs.count(name) > 1]
@@ -356,7 +305,7 @@ def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> Non
 
 def _read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     found, problems = dict[str, Any](), list[str]()
-    for name in [name for name in (*_NUMBERS, "text", "weights") if name in metadata]:
+    for name in [name for name in (*_NUMBERS, "text", "tokens", "weights") if name in metadata]:
         try:
             found[name] = _NUMBERS[name](metadata[name]) if name in _NUMBERS else parse_json(metadata[name].encode())
         except ValueError as error:
@@ -364,6 +313,11 @@ def _read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     weights = found.get("weights", {})
     if not isinstance(weights, dict) or not all(isinstance(value, str) for value in weights.values()):
         problems.append(f"weights is {shortened(weights)}, expected checksums by name")
+    tokens = found.get("tokens", {})
+    if not isinstance(tokens, dict) or not tokens.keys() <= {"pad", "start", "eos"}:
+        problems.append(f"tokens is {shortened(tokens)}, expected ids of pad, start and eos")
+    elif not all(type(value) is int and value >= 0 for value in tokens.values()):
+        problems.append(f"tokens is {shortened(tokens)}, expected ids of 0 or more")
     if metadata.get("compute_dtype", "float64") != "float64":
         problems.append(f"compute_dtype is {shortened(metadata['compute_dtype'])}, expected float64")
     raise_all(CheckpointError, "metadata", problems, remedy="record it again")
@@ -386,6 +340,12 @@ def _problems(reference: ReferenceOutputs) -> list[str]:
     if not problems:
         for results in ({name: getattr(reference, name) for name in _RESULTS}, reference.real):
             problems += _result_problems(reference, results)
+    if not problems:
+        outputs = reference.hidden_states if reference.logits is None else reference.logits
+        assert outputs is not None
+        for number, row in enumerate(reference.long):
+            found = row.problems(has_targets=reference.target_ids is not None, width=outputs.shape[2])
+            problems += [f"long row {number}: {problem}" for problem in found]
     return problems
 
 

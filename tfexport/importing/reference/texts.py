@@ -54,7 +54,7 @@ def record_texts(
         except Exception as error:  # noqa: BLE001 - the user's own code
             problems.append(f"text {number}: {type(error).__name__}: {error}")
     raise_all(CheckpointError, "reference outputs: texts", problems)
-    return TextConfig(target_prefix=_ids(texts.target_prefix), samples=tuple(samples))
+    return TextConfig(target_prefix=_ids(texts.target_prefix), samples=tuple(samples), end=texts.end)
 
 
 @torch.no_grad()

@@ -1,0 +1,125 @@
+"""Run the original model for its reference outputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tfexport.errors import CheckpointError
+
+_CAUSAL = 1e-4  # largest difference that float32 may cause between runs that should be equal
+
+
+@dataclass(frozen=True)
+class Original:
+    """The user's code around a model, and the inputs to run it on."""
+
+    forward: Callable[..., Tensor]
+    encode: Callable[..., Tensor] | None
+    inputs: Mapping[str, Tensor]
+    target_vocab: int | None
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the outputs for the inputs, or for other targets, by name."""
+        source = (self.inputs["source_ids"], self.inputs["source_mask"])
+        if self.target_vocab is None:
+            return {"hidden_states": _checked(self.forward(model, *source), source[0], None)}
+        target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
+        results = {"logits": _checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
+        if self.encode is not None:
+            results["hidden_states"] = _checked(self.encode(model, *source), source[0], None)
+        return results
+
+    @torch.no_grad()
+    def run_row(self, model: nn.Module, source_ids: Tensor, *target_ids: Tensor) -> Tensor:
+        """Return the outputs for one row without padding."""
+        return self.forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), *target_ids)
+
+    def check(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
+        """Raise if outputs differ between runs or see later tokens; replace a first target id without effect."""
+        again = self.run(model)
+        if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
+            raise CheckpointError("reference: two runs differ; disable dropout and everything else that is random")
+        if self.target_vocab is None:
+            return
+        last, first = (self._changed_logits(model, position) for position in (-1, 0))
+        if float((last - results["logits"])[:1, :-1].abs().max()) > _CAUSAL:
+            problem = "outputs of earlier positions change with the last target token"
+            raise CheckpointError(f"reference: {problem}; give the decoder its causal mask in your forward")
+        # If the first id changes nothing, the decoder starts without a token.
+        keep = self.inputs["target_mask"]
+        if torch.equal(first[keep], results["logits"][keep]):
+            self.inputs["target_ids"][:, 0] = pad
+
+    def _changed_logits(self, model: nn.Module, position: int) -> Tensor:
+        ids = self.inputs["target_ids"].clone()
+        ids[:, position] = (ids[:, position] + 1) % (self.target_vocab or 1)
+        return self.run(model, ids)["logits"]
+
+    def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
+        """Estimate the error of parts of the original that compute in float32."""
+        # Weights change by a billionth, and by twice that. Float64 outputs deviate from a line by the square of that,
+        # but float32 rounding makes them jump by its own precision.
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+
+        @torch.no_grad()
+        def moved(moves: list[Tensor], steps: int) -> dict[str, Tensor]:
+            for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
+                parameter.copy_(origin + steps * move)
+            return self.run(model)
+
+        worst = 0.0
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            moves = [1e-9 * torch.randn(p.shape, generator=generator, dtype=torch.float64) * p for p in start]
+            once, twice = moved(moves, 1), moved(moves, 2)
+            for name, result in results.items():
+                keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
+                bend = (twice[name] - 2 * once[name] + result)[keep].abs().max()
+                worst = max(worst, float(bend / result[keep].abs().max()))
+        return worst
+
+
+def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
+    shape = list(result.shape) if isinstance(result, Tensor) else []
+    if not isinstance(result, Tensor) or shape[:-1] != list(ids.shape) or width not in (None, shape[-1]):
+        got, expected = shape or type(result).__name__, [*ids.shape, "d_model" if width is None else width]
+        raise CheckpointError(f"reference: the model returned {got}, expected {expected}; reshape it in your forward")
+    return result.detach().double().cpu().clone()
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in eval mode."""
+    try:
+        return copy.deepcopy(model).cpu().eval()
+    except (RuntimeError, TypeError) as error:
+        remedy = "build a second one and load the state dict into it"
+        raise CheckpointError(f"reference: the model cannot be copied ({error}); {remedy}") from error
+
+
+def hidden_tables(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tables of a model that its state dict lacks, by name."""
+    own = (
+        (f"{prefix}.{name}".removeprefix("."), value)
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+    )
+    return {
+        name: value.detach().cpu().clone()
+        for name, value in (*model.named_buffers(), *own)
+        if isinstance(value, Tensor) and name not in state and value.is_floating_point() and value.dim() >= 2
+    }
+
+
+def to_float64(model: nn.Module) -> None:
+    """Convert a model and the tensors that are its attributes to float64, in place."""
+    model.double()
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(module, name, value.double().cpu())
