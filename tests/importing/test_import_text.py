@@ -204,7 +204,7 @@ def test_without_recorded_texts_it_is_announced_and_options_repair_it(
     result = import_(user, tmp_path / "repaired", "none", "--source-prefix", "1", "--source-suffix", "2")
     assert "warning" not in result.stderr
     repaired, right = (json.loads((path / "text.json").read_text()) for path in (tmp_path / "repaired", proven.model))
-    assert repaired == {**right, "samples": []}
+    assert repaired == {**right, "samples": [], "end": None}
     for name in ("model.safetensors", "tokenizer.json", "target_tokenizer.json"):
         assert (tmp_path / "repaired" / name).read_bytes() == (proven.model / name).read_bytes()
 

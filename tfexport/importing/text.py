@@ -82,6 +82,7 @@ def import_text(
     generation, languages = _choose_languages(files, tokenizers)
     sides = [(name, files[name]) for name in (TOKENIZER, TARGET_TOKENIZER) if name in files]
     load = partial(Tokenizer.parse, sides, spec)
+    _check_padding(recorded or user_text, spec)
     text = fit_text_config(lambda text: load(text=text), recorded, user_text) if recorded else user_text
     tokenizer = load(text=text)
     names = [name for name in ("source_prefix", "source_suffix", "target_prefix") if not getattr(user_text, name)]
@@ -89,7 +90,6 @@ def import_text(
     notes = [f"{name} {', '.join(map(str, ids))}: as in the recorded texts" for name, ids in found.items()]
     notes = [*warnings, *languages, *notes]
     if recorded:
-        _check_padding(text, spec)
         notes.append(f"the tokenizer and your code agree on ids and texts for {len(text.samples)} recorded texts")
     elif spec.has_decoder and not tokenizer.ends_sources:
         eos = tokenizer.eos
