@@ -15,7 +15,7 @@ from torch import Tensor
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
 from tfexport.bundle.status import REFERENCE
 from tfexport.contract import ModelSpec
-from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, shortened
+from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
 from tfexport.importing._files import read_checkpoint, without_prefix
 from tfexport.importing._options import Options, check_settings, named_layout, read_options
