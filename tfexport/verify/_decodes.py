@@ -121,7 +121,9 @@ def compare_decodes(
     tied = {
         number
         for number in differing
-        if _may_decode_to(perturbed, sources[number], pairs[number][1], num_beams, prefixes and prefixes[number])
+        if _may_decode_to(
+            perturbed, sources[number], pairs[number][1], num_beams, None if prefixes is None else prefixes[number]
+        )
     }
     first = None
     if shown := [number for number in differing if number not in tied] or differing:

@@ -139,7 +139,7 @@ def _run_row(run: Run, ids: Sequence[Tensor]) -> LongRow | None:
     length = ids[-1].shape[1]
     if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != (1, length):
         return None
-    positions = torch.linspace(0, length - 1, _KEPT + 1)[1:].round().long().unique()
+    positions = torch.tensor(sorted({(length - 1) * part // _KEPT for part in range(1, _KEPT + 1)}))
     found = outputs[0, positions].detach().double().cpu().clone()
     if not bool(found.isfinite().all()):
         return None

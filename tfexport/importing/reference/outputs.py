@@ -262,7 +262,8 @@ def _contents_sum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
 
 
 def _tokens(pad: int | None, start: int | None, end: int | None, texts: RecordedTexts | None) -> dict[str, int]:
-    both = [("start", start, texts and texts.start), ("end", end, texts and texts.end)]
+    others = (texts.start, texts.end) if texts else (None, None)
+    both = list(zip(("start", "end"), (start, end), others, strict=True))
     raise_all(
         CheckpointError,
         "reference",
