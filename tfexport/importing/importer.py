@@ -221,7 +221,10 @@ class _Import:
         return _Proof(path, reference, tensors)
 
     def _recorded_tokens(self) -> dict[str, Value]:
-        """Return the token ids of the reference file as settings; raise if other ids are given."""
+        """Return the token ids of the reference file as settings.
+
+        Raises ConfigError if other ids are given.
+        """
         recorded = self.proof.reference.known_tokens() if self.proof else {}
         layout = None if self.layout is None or self.layout.name in builtin_layouts() else self.layout
         given: dict[str, Value] = {f"tokens.{name}": value for name, value in layout.tokens.items()} if layout else {}

@@ -48,12 +48,18 @@ class TextConfig(Config, subject="text"):
 
     @property
     def recorded_end(self) -> int | None:
-        """The id that ends recorded targets; older files only show it by targets of unequal length."""
+        """The id that ends recorded targets, or None if it is not known.
+
+        Older files only show it if their targets have unequal lengths.
+        """
         ends = {sample.target_ids[-1] for sample in self.samples if 0 < len(sample.target_ids) < self._longest}
         return ends.pop() if self.end is None and len(ends) == 1 else self.end
 
     def is_ended(self, sample: TextSample, eos: int) -> bool:
-        """Return whether the target of a sample ended before the limit; `eos` if no end was recorded."""
+        """Return whether the target of a sample ended before the limit.
+
+        `eos` is the end if none was recorded.
+        """
         end = eos if self.end is None else self.end
         return sample.target_ids[-1:] == (end,) or 0 < len(sample.target_ids) < self._longest
 

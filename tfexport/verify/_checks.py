@@ -50,7 +50,10 @@ Reporter = Callable[[str], None]
 
 
 class VerifyConfig(Config, subject="verify"):
-    """The size of a verification; numbers are compared for at most 64 samples and some long rows."""
+    """The size of a verification.
+
+    Numbers are compared for at most 64 samples, and for rows up to the length limits.
+    """
 
     samples: Annotated[int, Ge(1), Le(1_000_000), Help("Sequences to decode with each decoder variant and method.")] = (
         100

@@ -46,7 +46,10 @@ class Stage(NamedTuple):
 def decode_best(
     session: Session, sources: Sources, num_beams: int, batch_size: int, prefixes: Sources | None = None
 ) -> list[Hypothesis]:
-    """Decode at most 12 tokens of the best hypothesis of every source, or exactly 12 after `prefixes`."""
+    """Decode the best hypothesis of every source.
+
+    It has at most 12 tokens, or exactly 12 after one of `prefixes`.
+    """
     limit = min(NEW_TOKENS, session.spec.max_target_length)
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit, min_new_tokens=limit if prefixes else 0)
     return [best[0] for best in decode(session, sources, config, prefixes=prefixes, batch_size=batch_size)]
@@ -55,7 +58,7 @@ def decode_best(
 def compare_long_decodes(
     eager: Session, stages: Sequence[Stage], batches: Sequence[NumberedBatch], report: Callable[[str], None]
 ) -> list[Decodes]:
-    """Decode the last tokens up to the length of each batch, after its targets as prefixes."""
+    """Decode the last tokens up to the length of each batch."""
     sources, prefixes, found = [], list[list[int]](), []
     for batch in batches:
         new = min(NEW_TOKENS, eager.spec.max_target_length)
@@ -208,7 +211,7 @@ def _difference(left: Tokens, right: Tokens, end: str) -> str:
 
 
 def _decoded(session: Session, tokenizer: Tokenizer, sample: TextSample) -> Tokens | str:
-    """Decode one text to its recorded length and end, or return how its source ids differ."""
+    """Decode one text to its recorded end, or return how its source ids differ."""
     try:
         (source,) = tokenizer.encode([sample.text])
     except InputError as error:

@@ -61,14 +61,17 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_ro
 
 
 def long_lengths(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return source and target lengths from 64 up to the limits of the model, at most 1,024 tokens."""
+    """Return source and target lengths up to the limits, at most 1,024 tokens."""
     source, target = (min(limit, LONG[-1]) for limit in (spec.max_source_length, spec.max_target_length))
     lengths = [length for length in LONG if length < max(source, target)]
     return [(min(length, source), min(length, target)) for length in (*lengths, max(source, target))]
 
 
 def long_batches(spec: ModelSpec, rng: np.random.Generator) -> list[Batch]:
-    """Draw one row for each of `long_lengths`; most of its target is read in the first step."""
+    """Draw one row for each of `long_lengths`.
+
+    The first step reads most of its target.
+    """
     batches = []
     for source_len, target_len in long_lengths(spec):
         ids = rng.choice(ordinary_ids(spec, spec.source_vocab), (1, source_len))

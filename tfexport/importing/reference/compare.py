@@ -67,7 +67,7 @@ def compare(canonical: Canonical, reference: ReferenceOutputs) -> Comparison:
 def compare_lengths(
     comparator: Comparator, canonical: Canonical, reference: ReferenceOutputs, error: float, wanted: float
 ) -> tuple[int, int]:
-    """Compare the long rows that the model accepts; return the largest source and target length compared.
+    """Compare the long rows and return the largest source and target length.
 
     `error` and `wanted` are the error and the tolerance of the short rows. Raises ParityError if a long row differs.
     """
@@ -140,7 +140,10 @@ class Comparator:
     def compare(
         self, config: TransformerConfig, *, mask_source: bool = True, rows: Sequence[LongRow] = ()
     ) -> Comparison:
-        """Compare short rows, and `rows`, under the switches of `config`; attention may include padding."""
+        """Compare short rows, and `rows`, under the switches of `config`.
+
+        Attention may include padding.
+        """
         _set_switches(self.model, config)
         reference, encoder_error = self.reference, None
         mask = reference.source_mask if mask_source else torch.ones_like(reference.source_mask)

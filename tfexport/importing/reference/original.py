@@ -41,7 +41,10 @@ class Original:
         return self.forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), *target_ids)
 
     def check(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
-        """Raise if outputs differ between runs or see later tokens; replace a first target id without effect."""
+        """Raise if outputs differ between runs or see later tokens.
+
+        Replace a first target id that has no effect.
+        """
         again = self.run(model)
         if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
             raise CheckpointError("reference: two runs differ; disable dropout and everything else that is random")
