@@ -65,7 +65,7 @@ def altered(bundle: Path, output: Path, **changes: Change) -> Path:
             graph = onnx.load(path)
             change(graph)
             onnx.save(graph, path)
-        builder.finish(replace(manifest, parity=None))
+        builder.finish(replace(manifest, parity=None, provenance=None))
     return output
 
 
