@@ -127,16 +127,18 @@ def test_weights_are_the_same_in_every_format_and_width_that_holds_them(own: Pat
     assert "not compared" not in result.stderr
 
 
-def test_a_reference_of_before_proves_the_layout_of_a_later_checkpoint(own: Path, tmp_path: Path) -> None:
-    """It has no sums of the weights, and the import says that they were not compared."""
+def test_a_reference_of_before_has_no_sums_of_the_weights(own: Path, tmp_path: Path) -> None:
+    """The outputs of the checkpoint's own weights decide."""
     with safe_open(own / "reference.safetensors", "pt") as file:
         metadata = {name: value for name, value in file.metadata().items() if name not in ("weights", "sha256")}
     save_file(load_file(own / "reference.safetensors"), tmp_path / "older", metadata=metadata)
-    weights = later_checkpoint(own, tmp_path / "later.pt")
-    result = run(tmp_path / "later.pt", "--output", tmp_path / "n", "--reference", tmp_path / "older")
+    words = ["--reference", tmp_path / "older", "--output"]
+    result = run(own / "model.pt", *words, tmp_path / "m")
     assert "older version without checksums of the weights; they were not compared" in result.stderr
-    assert "they differ from the weights of the reference outputs" in result.stderr
-    assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
+    assert "with the checkpoint's own weights the error is " in result.stderr
+    later_checkpoint(own, tmp_path / "later.pt")
+    assert "later.pt: with these weights the error is" in error(tmp_path / "later.pt", *words, tmp_path / "n", code=2)
+    assert not (tmp_path / "n").exists()
 
 
 def test_a_reference_of_the_wrapped_model_and_a_checkpoint_of_it(own: Path, tmp_path: Path) -> None:
@@ -267,11 +269,11 @@ def test_what_is_wrong_is_one_line(words: list[str], problem: str, own: Path, tm
 
 
 def test_a_reference_of_another_model(own: Path, tmp_path: Path) -> None:
-    """A reference with its own state dict decides on that; the checkpoint then has other keys."""
-    message = error(own / "model.pt", "--output", tmp_path / "m", "--reference", own / "other.safetensors")
-    assert "layout notebook-000" in message
-    assert "the layout that the reference outputs prove does not fit; are they from another checkpoint?" in message
-    assert "is not used; map or ignore it" in message
+    """Its state dict has other keys than the checkpoint."""
+    message = error(own / "model.pt", "--output", tmp_path / "m", "--reference", own / "other.safetensors", code=2)
+    assert "other.safetensors: is of another model than model.pt" in message
+    assert "generator.weight is [31, 30], recorded as [31, 32]" in message
+    assert "decoder.layers.*.MHA.W_o.weight" in message
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from torch import Tensor
 from tfexport._io.names import CONFIG, MODEL_WEIGHTS
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.errors import CheckpointError, ConfigError, printable, raise_all, shortened
+from tfexport.importing._buffers import buffer_kind
 from tfexport.importing._torch_file import STATE_DICT_ONLY, is_torch_file, read_torch
 
 GENERATION_CONFIG = "generation_config.json"
@@ -40,10 +41,18 @@ _INFIX = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped
 _OTHER = re.compile(r"n_averaged|(criterion|loss|loss_fn|loss_func|metric|metrics)(\.|_fn\.|_func\.).*")
 _AVERAGED = re.compile(r"ema|average|swa|shadow")
 # Entries with tensors that are not weights.
-_NO_MODEL = re.compile(r"optim|sched|scaler|ema|rng")
+_NO_MODEL = re.compile(r"optim|sched|scaler|(?<![a-z])(ema|rng)(?![a-z])")
+# Why the tensors of entries next to the state dict are left out; others need an explanation.
+_KNOWN_ENTRIES = {
+    "state of the optimizer": re.compile("optim"),
+    "averaged weights, see --entry": re.compile(r"(?<![a-z])(ema|swa)(?![a-z])|average|shadow"),
+    "state of the training loop": re.compile(r"sched|scaler|train_iter|(?<![a-z])rng(?![a-z])"),
+    "weights of a loss or metric": re.compile(r"(?<![a-z])(criterion|loss|metrics?)(?![a-z])"),
+}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MAX_DEPTH = 4
 _MAX_SHARDS = 1_000
+_MAX_NAME = 400  # characters
 _CHUNK_BYTES = 8 * 1024 * 1024
 
 T = TypeVar("T")
@@ -57,6 +66,15 @@ class FileSum:
     sha256: str
 
 
+class LeftOut(NamedTuple):
+    """Tensors of a file outside of the state dict; the reason is empty if nothing explains them."""
+
+    name: str
+    reason: str
+    size: int
+    number: int = 1
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """State dict and metadata of a checkpoint; do not modify the tensors."""
@@ -65,6 +83,7 @@ class Checkpoint:
     files: Mapping[str, FileSum] = field(default_factory=dict)
     hf_config: Mapping[str, Any] | None = None
     hf_generation: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()  # about removed wrappers, prefixes and entries
 
 
@@ -75,6 +94,7 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
     """
     path = Path(path)
     notes: list[str] = []
+    left: list[LeftOut] = []
     config: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] = {}
     tensors: Mapping[str, Tensor] = {}
@@ -89,7 +109,7 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
         elif weights != path:
             notes.append(f"taken from {weights.relative_to(path)}")
         for file in _shards(weights) if weights.name.endswith(_INDEX) else [weights]:
-            part, sums[printable(file.name)] = _read_file(file, entry, notes)
+            part, sums[printable(file.name)] = _read_file(file, entry, notes, left)
             if twice := sorted(part.keys() & tensors.keys()):
                 raise CheckpointError(f"{file}: {twice[0][:120]} is in another shard too; save the checkpoint again")
             tensors = {**tensors, **part}
@@ -98,8 +118,11 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file") from error
     if config is None:
-        tensors = without_prefix(tensors, notes)
-    return Checkpoint(tensors, sums, config, generation, tuple(notes))
+        before, tensors = tensors, without_prefix(tensors, notes)
+        if len(tensors) < len(before):
+            others = ((key, tensor.numel()) for key, tensor in before.items() if _OTHER.fullmatch(key))
+            left += [LeftOut(key, "not part of the model", size) for key, size in others]
+    return Checkpoint(tensors, sums, config, generation, tuple(left), tuple(notes))
 
 
 def _weights_in(folder: Path) -> Path:
@@ -142,13 +165,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def _read_file(path: Path, entry: str | None, notes: list[str]) -> tuple[dict[str, Tensor], FileSum]:
+def _read_file(
+    path: Path, entry: str | None, notes: list[str], left: list[LeftOut]
+) -> tuple[dict[str, Tensor], FileSum]:
     with snapshot(path) as (copy, file_sum):
         content = _read_content(copy, path)
         if entry:
+            taken = f"{entry}."
+            others = {k: v for k, v in _items(content) if not (taken.startswith(f"{k}.") or k.startswith(taken))}
+            left += [one._replace(reason=f"not in --entry {entry}") for one in _left_out(others)]
             content = _entry(path, content, entry)
             notes.append(f"taken from the entry {entry!r}")
-        tensors = _unwrap(path, content, notes)
+        tensors = _unwrap(path, content, notes, left)
         raise_all(CheckpointError, str(path), tensor_problems(tensors, file_sum.bytes))
     # `expand` stores one number for many elements, so these tensors are copied.
     plain = {key: t.contiguous() if t.is_floating_point() and _repeats(t) else t for key, t in tensors.items()}
@@ -207,7 +235,7 @@ def _entry(path: Path, data: Any, entry: str) -> Any:
     return under
 
 
-def _unwrap(path: Path, data: Any, notes: list[str]) -> dict[str, Tensor]:
+def _unwrap(path: Path, data: Any, notes: list[str], left: list[LeftOut]) -> dict[str, Tensor]:
     for _ in range(_MAX_DEPTH):
         if not isinstance(data, Mapping):
             raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a state dict; {STATE_DICT_ONLY}")
@@ -215,12 +243,14 @@ def _unwrap(path: Path, data: Any, notes: list[str]) -> dict[str, Tensor]:
         names = [name for name in _WRAPPERS if name in inner]
         # JoeyNMT stores the state of its sampler, a tensor, next to the state dict.
         if not names and any(isinstance(value, Tensor) for value in data.values()):
+            left += _left_out({key: value for key, value in data.items() if not isinstance(value, Tensor)})
             return _tensors(path, data, notes)
         if not inner:
             break
         if names and isinstance(data.get("generator"), Mapping) and "generator" in inner:
             # OpenNMT-py stores the output projection next to the model.
             notes.append(f"taken from the entries {names[0]!r} and 'generator'")
+            left += _left_out({key: value for key, value in data.items() if key not in (names[0], "generator")})
             return _tensors(path, _joined({"": inner[names[0]], "generator.": inner["generator"]}), notes)
         if len(names) > 1:
             raise CheckpointError(f"{path}: holds several state dicts, {', '.join(names)}; choose one with --entry")
@@ -230,12 +260,47 @@ def _unwrap(path: Path, data: Any, notes: list[str]) -> dict[str, Tensor]:
             averaged = next(filter(_AVERAGED.search, others), None)
             more = f"; to take {averaged!r} instead, give --entry {averaged}" if averaged else ""
             notes.append(f"taken from the entry {name!r}{more}")
+            left += _left_out({key: value for key, value in data.items() if key != name})
             data = inner[name]
             continue
         parts = {name: part for name, part in inner.items() if not _NO_MODEL.search(name)}
         notes.append(f"joined the entries {', '.join(map(repr, parts))}")
+        left += _left_out({key: value for key, value in data.items() if key not in parts})
         return _tensors(path, _joined({f"{name}.": part for name, part in parts.items()}), notes)
     raise CheckpointError(f"{path}: holds no tensors; {STATE_DICT_ONLY}")
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(key if isinstance(key, str) else shortened(key), inner) for key, inner in value.items()]
+    return [(str(i), inner) for i, inner in enumerate(value)] if isinstance(value, list | tuple) else []
+
+
+def _left_out(entries: Mapping[Any, Any]) -> list[LeftOut]:
+    """Describe the tensors of entries that are not used; a known entry is counted as a whole."""
+    found = list[LeftOut]()
+    for key, value in _items(entries):
+        name = printable(key[:_MAX_NAME])
+        tensors = _nested(name, value)
+        reason = next((why for why, pattern in _KNOWN_ENTRIES.items() if pattern.search(name)), "")
+        if reason and tensors:
+            size = sum(tensor.numel() for tensor in tensors.values())
+            found.append(LeftOut(name if name in tensors else f"{name}.*", reason, size, len(tensors)))
+        elif not reason:
+            found += [LeftOut(one, buffer_kind(one, tensor), tensor.numel()) for one, tensor in tensors.items()]
+    return found
+
+
+def _nested(name: str, value: Any) -> dict[str, Tensor]:
+    tensors, left, seen = dict[str, Tensor](), [(name, value)], set[int]()
+    while left:
+        name, value = left.pop()
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif id(value) not in seen:  # a file may refer to one object many times
+            seen.add(id(value))
+            left += [(f"{name}.{key}"[:_MAX_NAME], inner) for key, inner in _items(value)]
+    return {printable(name): tensor for name, tensor in tensors.items()}
 
 
 def _has_tensors(value: Any, depth: int = 1) -> bool:

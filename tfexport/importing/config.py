@@ -12,6 +12,7 @@ class ImportConfig(Config, subject="import"):
     entry: Annotated[str | None, Help("State dict to import from a file with several, such as ema.")] = None
     heads: Annotated[Heads | None, Help("Attention heads, which shapes do not show.")] = None
     settings: Annotated[tuple[str, ...], Help("Switch or token id of the layout to set, such as norm_eps=1e-6.")] = ()
+    ignore: Annotated[tuple[str, ...], Help("Pattern of tensors that the model does not need, such as 'head.*'.")] = ()
     source_prefix: Annotated[tuple[TokenId, ...], Help("Ids to add before the tokenized source.")] = ()
     source_suffix: Annotated[tuple[TokenId, ...], Help("Ids to add after it, such as the end token.")] = ()
     target_prefix: Annotated[tuple[TokenId, ...], Help("Ids after the start token that begin every target.")] = ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -19,11 +19,21 @@ from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigEr
 from tfexport.generation import GenerationDefaults
 from tfexport.importing._files import read_checkpoint, without_prefix
 from tfexport.importing._options import Options, check_settings, named_layout, read_options
+from tfexport.importing.accounting import Account, check_same, only_buffers
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.scope import check_config, check_names, head_note
-from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, Search, detect
-from tfexport.importing.huggingface import Family, Reader, as_loaded, families, family_of, read_settings, read_tokens
+from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, detect, not_found
+from tfexport.importing.huggingface import (
+    Family,
+    Reader,
+    as_loaded,
+    families,
+    family_of,
+    read_settings,
+    read_tokens,
+    with_base,
+)
 from tfexport.importing.huggingface.generation import read_generation
 from tfexport.importing.huggingface.tokenizer import tokenizer_names
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
@@ -31,7 +41,7 @@ from tfexport.importing.layout.layout import SIDES, Layout, builtin_layouts, ove
 from tfexport.importing.reference.certificate import Certificate, certify
 from tfexport.importing.reference.compare import BASELINES, compare, fitting_threads, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
-from tfexport.importing.reference.weights import check_weights, completed
+from tfexport.importing.reference.weights import check_weights, completed, with_recorded_prefix
 from tfexport.importing.text import ImportedText, Tokenizers, import_text
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import check_free, save_model
@@ -66,7 +76,8 @@ class Imported:
 class _Proof:
     path: Path
     reference: ReferenceOutputs
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # that prove the layout
+    recorded: Mapping[str, Tensor] | None  # before they are loaded as transformers does; None for the checkpoint's
 
     @cached_property
     def wide(self) -> Mapping[str, Tensor]:
@@ -111,7 +122,8 @@ def import_checkpoint(
     Raises:
         CheckpointError: A file cannot be read or does not fit the model, or no layout is known.
         ConfigError: A layout or setting is invalid.
-        ParityError: The model does not reproduce the reference outputs, or the tokenizer the recorded texts.
+        ParityError: The model does not reproduce the reference outputs, or the tokenizer the recorded texts, or tensors
+            are left over that nothing explains.
         BackendError: A package that reads the tokenizer is not installed.
     """
     config, path, output = config or ImportConfig(), Path(path), Path(output)
@@ -123,15 +135,16 @@ def import_checkpoint(
     with fitting_threads(checkpoint.tensors.values()):
         if layout is None:
             layout = task.find_layout(Budget(config.search_budget, report, partial(on_progress, "searching")), output)
-        layout, unknown = task.settled(layout)
+        layout, unknown = task.settled(task.explained(layout))
         certificate = _certified(layout, proof, partial(on_progress, "certifying"))
         canonical, notes = task.apply(layout)
-        own_notes, has_own_weights = _compare_own_weights(layout, canonical, proof)
+        own_notes, has_own_weights = task.compare_own_weights(layout, canonical)
     text = task.text(tokenizer, target_tokenizer, model_spec(canonical.config, "fp32"), has_own_weights=has_own_weights)
     defaults, generation_notes = task.generation(canonical.config, text.generation)
     certificate = replace(
         certificate,
         unverified=(*certificate.unverified, *unknown, *text.unverified),
+        tensors=task.account.texts(),
         checkpoint=checkpoint.files,
         reference=proof.reference.file if proof else None,
         texts=text.compared,
@@ -149,7 +162,7 @@ def import_checkpoint(
         for name, tensor in canonical.tensors.items()
     }
     save_model(replace(canonical, tensors=tensors).model(), output, files=files, force=force)
-    notes = [*notes, *canonical.notes, *own_notes, *text.notes, *generation_notes]
+    notes = [*notes, *canonical.notes, *own_notes, *text.notes, *generation_notes, task.account.summary()]
     for note in notes:
         report(note)
     return Imported(layout, canonical.config, certificate, tuple(notes))
@@ -175,12 +188,48 @@ class _Import:
         self.hf_config, self.own_settings = self.checkpoint.hf_config, options.settings
         self.family, settings = self._family(has_reference=reference is not None)
         self.settings = settings | self.own_settings
+        self.account = Account(self.checkpoint.left_out)
+        self.own: Mapping[str, Tensor] = self.checkpoint.tensors  # tensors of the file, with the names of the layout
         if self.family:
-            tensors = as_loaded(self.family, self.hf_config or {}, self.checkpoint.tensors, report)
+            self.own = with_base(self.family, self.own, report)
+            tensors, uses = as_loaded(self.family, self.hf_config or {}, self.own, report)
+            self.account.uses |= uses
             self.checkpoint = replace(self.checkpoint, tensors=tensors)
         self.layout = named_layout(self.family.layout(self.hf_config or {})) if self.family else options.layout
         self.proof = self._proof(reference) if reference else None
         self.settings = self._recorded_tokens() | self.settings
+        self._leave_out(config.ignore)
+        self.notes: list[str] = []
+        self.tensors = self.checkpoint.tensors  # complete, as those of the reference outputs
+        if self.proof and self.proof.recorded is not None:
+            self.tensors = completed(self.checkpoint.tensors, self.proof.tensors, self.notes)
+            own, recorded = completed(self.own, self.proof.recorded, []), self.proof.recorded
+            check_same(recorded, own, self._is_known, self.proof.path.name, next(iter(self.checkpoint.files)))
+
+    def _is_known(self, name: str) -> bool:
+        patterns = (*self.config.ignore, *(self.layout.ignore if self.layout else ()))
+        patterns += self.family.unused if self.family else ()
+        return name in self.account.uses or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    def _leave_out(self, patterns: tuple[str, ...]) -> None:
+        """Leave out what `--ignore` names, and end the import if entries next to the weights are unexplained."""
+        if patterns:
+            proof, tensors = self.proof, self.checkpoint.tensors
+            ignored = self.account.ignore(patterns, self.own, proof.tensors if proof else ())
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+            self.checkpoint = replace(self.checkpoint, tensors=tensors)
+            if proof:
+                recorded = {name: tensor for name, tensor in proof.tensors.items() if name not in ignored}
+                self.proof = replace(proof, tensors=tensors if proof.recorded is None else recorded)
+        self.account.check(self.checkpoint.tensors)
+
+    def explained(self, layout: Layout) -> Layout:
+        """Explain all tensors that the layout does not use; return it with `ignore` for all of them."""
+        by_layout = self.layout is not None or layout.name in builtin_layouts()
+        tensors = {**(self.proof.tensors if self.proof else {}), **self.checkpoint.tensors}
+        buffers = self.account.explain(layout, tensors, self.own, by_layout=by_layout)
+        self.account.check(self.checkpoint.tensors)
+        return replace(layout, ignore=tuple(dict.fromkeys([*layout.ignore, *buffers, *self.config.ignore])))
 
     def _family(self, *, has_reference: bool) -> tuple[Family | None, dict[str, Value]]:
         hf, generation = self.hf_config, self.checkpoint.hf_generation
@@ -206,19 +255,26 @@ class _Import:
 
     def _proof(self, path: Path) -> _Proof:
         # Use the state dict in the reference file, the one next to it, or the checkpoint's.
-        reference, tensors = read_reference(path), self.checkpoint.tensors
+        reference = read_reference(path)
         if reference.file is not None:
             self.report(f"read {path.name}: {reference.file.bytes} bytes, sha256 {reference.file.sha256}")
         neighbor = path.with_name(path.name.removesuffix(_REFERENCE_SUFFIX) + ".safetensors")
         if reference.state:
             self.report(f"{path}: has its own state dict, which proves the layout")
             tensors = without_prefix(reference.state, [])
-            if self.family:
-                tensors = as_loaded(self.family, self.hf_config or {}, tensors, lambda _: None)
         elif path.name.endswith(_REFERENCE_SUFFIX) and neighbor.is_file() and not neighbor.samefile(self.path):
             self.report(f"{path}: was recorded with {neighbor.name}, which proves the layout")
             tensors = read_checkpoint(neighbor).tensors
-        return _Proof(path, reference, tensors)
+        else:
+            return _Proof(path, reference, self.checkpoint.tensors, None)
+        if self.family is None:
+            self.own = with_recorded_prefix(self.own, tensors)
+            self.checkpoint = replace(self.checkpoint, tensors=self.own)
+            return _Proof(path, reference, tensors, tensors)
+        recorded = with_base(self.family, tensors, lambda _: None)
+        return _Proof(
+            path, reference, as_loaded(self.family, self.hf_config or {}, recorded, lambda _: None)[0], recorded
+        )
 
     def _recorded_tokens(self) -> dict[str, Value]:
         """Return the token ids of the reference file as settings.
@@ -276,7 +332,8 @@ class _Import:
                 "record reference outputs and give --reference, or accept the guess with --accept-unverified"
             )
         if search is not None and not search.accepted:
-            raise _not_found(layout, search, budget, unsupported(tensors), output)
+            layout = layout if layout in builtin else replace(layout, ignore=only_buffers(layout.ignore, tensors))
+            raise not_found(layout, search, budget, unsupported(tensors), output)
         if search is not None and search.is_float32:
             self.report("the error is above that of float64: parts or a computed table seem to be rounded to float32")
             return replace(layout, baseline=max(layout.baseline, FLOAT32_TOLERANCE / BASELINES))
@@ -290,21 +347,33 @@ class _Import:
             return False
 
     def apply(self, layout: Layout) -> tuple[Canonical, list[str]]:
-        checkpoint, proof, notes = self.checkpoint, self.proof, list[str]()
+        proof = self.proof
+        canonical = apply_layout(layout, self.tensors, attributes=proof.reference.attributes if proof else None)
+        self.account.apply(canonical.lines, self.own)
         if proof is None:
-            return apply_layout(layout, checkpoint.tensors), notes
-        tensors = completed(checkpoint.tensors, proof.tensors, notes)
-        try:
-            canonical = apply_layout(layout, tensors, attributes=proof.reference.attributes)
-        except CheckpointError as error:
-            if proof.tensors is checkpoint.tensors:
-                raise
-            problem = "the layout that the reference outputs prove does not fit; are they from another checkpoint?"
-            raise CheckpointError(f"{problem} {error}") from error
+            return canonical, self.notes
         used = [key for line in canonical.lines for key in line.sources]
         recorded = without_prefix(proof.reference.weights, [])
-        note = check_weights(recorded, tensors, used, proof.path.name, next(iter(checkpoint.files)))
-        return canonical, [*notes, note] if note else notes
+        note = check_weights(recorded, self.tensors, used, proof.path.name, next(iter(self.checkpoint.files)))
+        return canonical, [*self.notes, note] if note else self.notes
+
+    def compare_own_weights(self, layout: Layout, canonical: Canonical) -> tuple[list[str], bool]:
+        """Compare with the outputs of the model's own weights; return notes, and whether they were compared."""
+        proof = self.proof
+        if proof is None:
+            return ["the import is not proven: there are no reference outputs"], False
+        reference = proof.reference.with_real_weights()
+        if reference is None:
+            return [], False
+        found, wanted = compare(canonical, reference), max(tolerance(reference, layout.baseline), _ROUNDED)
+        if found.passed(wanted):
+            return [f"with the checkpoint's own weights the error is {found.error:.1e}"], True
+        raise ParityError(
+            f"with these weights the error is {found.worst:.1e}, expected at most {wanted:.0e}; {proof.path.name} was "
+            "recorded with other weights, or its code changes them",
+            subject=next(iter(self.checkpoint.files)),
+            remedy="record again with this checkpoint loaded, or give the layout.yaml of the proven import as --layout",
+        )
 
     def text(self, source: Path | None, target: Path | None, spec: ModelSpec, *, has_own_weights: bool) -> ImportedText:
         config, is_directory = self.config, self.hf_config is not None
@@ -338,30 +407,6 @@ class _Import:
         return read_generation(found, own, config.tokens, config.target_vocab, self.own_settings)
 
 
-def _not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[str], output: Path) -> ParityError:
-    """Write the closest layout next to the output and return the error that names it."""
-    names = (f"{output.name}.layout{f'-{i}' if i > 1 else ''}.yaml" for i in itertools.count(1))
-    started = next(path for name in names if not os.path.lexists(path := output.with_name(name)))
-    try:
-        started.parent.mkdir(parents=True, exist_ok=True)
-        started.write_text(render_layout(layout), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{started}: cannot be written ({error.strerror or error})") from error
-    tried = f"{search.proposals} mappings with {budget.spent:,} candidates"
-    if search.is_cut:
-        tried += f", the limit; raise it with --search-budget {10 * budget.limit}"
-    features = "".join(f"; {sign}" for sign in signs)
-    if search.best is None:
-        refused = f"none could be run ({search.refused})"
-        return ParityError(f"no layout was found: tried {tried}, {refused}{features}; complete {started}")
-    return ParityError(
-        f"no layout reproduces the reference outputs{features}: tried {tried}; the closest has error "
-        f"{search.best.error:.1e}, expected at most {search.tolerance:.0e}; the difference is in the "
-        f"{search.best.comparison.stage(search.tolerance)}; complete {started} and give it as --layout, or export the "
-        "model as your own module, see docs/guides/your-own-module.md"
-    )
-
-
 def _certified(layout: Layout, proof: _Proof | None, on_progress: Callable[[float], None]) -> Certificate:
     if proof is None:
         return Certificate(layout=layout.name, proven=False, unverified=("everything: there are no reference outputs",))
@@ -374,15 +419,3 @@ def _certified(layout: Layout, proof: _Proof | None, on_progress: Callable[[floa
             f"{found.stage(wanted)}; check switches and heads, or let --layout auto search"
         )
     return certify(canonical, proof.reference, layout.name, baseline=layout.baseline, on_progress=on_progress)
-
-
-def _compare_own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[list[str], bool]:
-    if proof is None:
-        return ["the import is not proven: there are no reference outputs"], False
-    reference = proof.reference.with_real_weights()
-    if reference is None:
-        return [], False
-    found = compare(canonical, reference)
-    is_same = found.passed(max(tolerance(reference, layout.baseline), _ROUNDED))
-    more = "" if is_same else ": they differ from the weights of the reference outputs"
-    return [f"with the checkpoint's own weights the error is {found.error:.1e}{more}"], is_same

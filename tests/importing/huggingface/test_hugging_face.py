@@ -181,6 +181,35 @@ def test_a_token_that_is_said_to_be_nothing_can_be_given(tmp_path: Path) -> None
     assert found.config.tokens.pad == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "side"),
+    [
+        ("bart-base", "decoder_layers", "decoder"),
+        ("opus-mt", "encoder_layers", "encoder"),
+        ("t5-small", "num_layers", "encoder"),
+        ("flan-t5-small", "num_decoder_layers", "decoder"),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_config_with_other_layers_than_the_weights_is_refused(
+    name: str, key: str, side: str, count: int, tmp_path: Path
+) -> None:
+    config = json.loads((published.write(tmp_path / "hf", name) / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, key: count}))
+    with pytest.raises(CheckpointError) as caught:
+        imported(tmp_path)
+    assert any(f"{key} is {count}, but the weights have " in one and side in one for one in caught.value.problems)
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_certificate_lists_every_tensor_of_the_file(tmp_path: Path) -> None:
+    for name in ("bart-large-cnn", "bart-base", "m2m100_418M", "opus-mt", "t5-small"):
+        published.write(tmp_path / name / "hf", name)
+        uses = imported(tmp_path / name)[0].certificate.tensors
+        base = "model." if name == "bart-base" else ""
+        assert uses.keys() == {f"{base}{key}" for key in published.weights(tmp_path / name / "hf")}
+
+
 def untie(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))

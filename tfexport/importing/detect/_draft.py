@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from tfexport.errors import CheckpointError
+from tfexport.importing._buffers import is_causal_mask, is_position_table
 from tfexport.importing.detect import _keys
 from tfexport.importing.detect._keys import Layers, Part, Shape
 from tfexport.importing.detect._layers import FAR, LIKELY, POSSIBLE, Choice, Layer, Reading, Style, read_layer
@@ -22,7 +22,6 @@ from tfexport.importing.detect._outside import Outside, target_of
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.layout.ops import SINUSOIDS
 from tfexport.importing.reference.outputs import ReferenceOutputs
-from tfexport.importing.reference.weights import is_position_table
 from tfexport.nn.switches import Value
 
 # Lines of norm gains, of position tables, and of weights whose output is added to the residual stream.
@@ -267,14 +266,7 @@ def _is_no_weight(key: str, tensor: Tensor) -> bool:
         return True
     if not tensor.is_floating_point() or tensor.dim() == 0 or (tensor.numel() == 1 and not is_named):
         return True
-    rows, columns = tensor.shape[-2:] if tensor.dim() > 1 else (0, 1)
-    if rows != columns or rows < 2 or tensor.numel() != rows * columns:
-        return False
-    square = tensor.reshape(rows, columns)
-    below, above = square[0, 0], square[0, 1]
-    # Read the whole matrix only if its corners look like those of a mask.
-    is_likely = bool(below != above) and bool(below == square[-1, 0])
-    return is_likely and torch.equal(square, torch.where(torch.ones_like(square).tril() > 0, below, above))
+    return is_causal_mask(tensor)
 
 
 def _d_model(rest: Mapping[str, Shape], lists: Sequence[Layers]) -> int:

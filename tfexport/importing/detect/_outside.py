@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tfexport.importing._buffers import is_position_table
 from tfexport.importing.detect import _keys
 from tfexport.importing.detect._keys import Part
 from tfexport.importing.detect._layers import FAR, LIKELY, POSSIBLE, Choice, Reading, unread
 from tfexport.importing.reference.outputs import ReferenceOutputs
-from tfexport.importing.reference.weights import is_position_table
 
 # Rows that a learned table may have before position 0: the padding id plus 1, as in fairseq, or one row.
 _OFFSETS = (2, 1)

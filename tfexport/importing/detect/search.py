@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +20,7 @@ from tfexport.errors import CheckpointError, ConfigError, ParityError
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect._draft import drafts
 from tfexport.importing.layout.apply import PLACEHOLDERS, Canonical, apply_layout, fits_names, possible_heads
-from tfexport.importing.layout.layout import Layout
+from tfexport.importing.layout.layout import Layout, render_layout
 from tfexport.importing.layout.sizes import Switches, configured, options, with_switches
 from tfexport.importing.reference.certificate import GROWTH, certify
 from tfexport.importing.reference.compare import TOLERANCE, Comparator, Comparison, check_fits, tolerance
@@ -143,6 +145,30 @@ def detect(
             drafted = replace(drafted, accepted=False)
     best = drafted.best or (search.best if search else None)
     return Detection(best.layout if best else next(drafts(tensors, reference)), drafted)
+
+
+def not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[str], output: Path) -> ParityError:
+    """Write the closest layout next to the output and return the error that names it."""
+    names = (f"{output.name}.layout{f'-{i}' if i > 1 else ''}.yaml" for i in itertools.count(1))
+    started = next(path for name in names if not os.path.lexists(path := output.with_name(name)))
+    try:
+        started.parent.mkdir(parents=True, exist_ok=True)
+        started.write_text(render_layout(layout), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{started}: cannot be written ({error.strerror or error})") from error
+    tried = f"{search.proposals} mappings with {budget.spent:,} candidates"
+    if search.is_cut:
+        tried += f", the limit; raise it with --search-budget {10 * budget.limit}"
+    features = "".join(f"; {sign}" for sign in signs)
+    if search.best is None:
+        refused = f"none could be run ({search.refused})"
+        return ParityError(f"no layout was found: tried {tried}, {refused}{features}; complete {started}")
+    return ParityError(
+        f"no layout reproduces the reference outputs{features}: tried {tried}; the closest has error "
+        f"{search.best.error:.1e}, expected at most {search.tolerance:.0e}; the difference is in the "
+        f"{search.best.comparison.stage(search.tolerance)}; complete {started} and give it as --layout, or export the "
+        "model as your own module, see docs/guides/your-own-module.md"
+    )
 
 
 class _Searcher:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -21,6 +22,7 @@ from torch import Tensor
 from tfexport._arguments import is_whole
 from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError, raise_all, shortened
+from tfexport.importing.accounting import Use
 from tfexport.nn.switches import Value
 
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
@@ -60,6 +62,12 @@ class Reader:
             return value
         self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected a whole number")
         return 0
+
+    def check_layers(self, name: str, side: str, keys: Iterable[str]) -> None:
+        """Compare a number of layers with the keys of the weights."""
+        layers = {found[1] for key in keys if (found := re.search(rf"(?:^|\.){side}\.(?:layers|block)\.(\d+)\.", key))}
+        if name in self.config and (count := self.whole(name)) != len(layers):
+            self.problems.append(f"{self.prefix}{name} is {count}, but the weights have {len(layers)} {side} layers")
 
     def activation(self, name: str, value: object) -> dict[str, Value]:
         """Return the switch for the activation `value` of the option `name`."""
@@ -137,16 +145,22 @@ def _is_token(value: Any) -> bool:
     return is_whole(value) and value >= 0
 
 
+def with_base(family: Family, tensors: Mapping[str, Tensor], report: Callable[[str], None]) -> Mapping[str, Tensor]:
+    """Return the weights with the keys of the whole model, whose prefix files of the model without its head lack."""
+    if any(key.startswith(family.base) for key in tensors):
+        return tensors
+    report(f"added the prefix {family.base!r} to the keys, as in the whole model")
+    return {key if key in (family.head, _BIAS) else family.base + key: tensor for key, tensor in tensors.items()}
+
+
 def as_loaded(
     family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor], report: Callable[[str], None]
-) -> Mapping[str, Tensor]:
-    """Return the weights as transformers loads them; report each difference."""
+) -> tuple[Mapping[str, Tensor], dict[str, Use]]:
+    """Return the weights as transformers loads them, and the use of the others; report each difference."""
     base, head = family.base, family.head
-    if not any(key.startswith(base) for key in tensors):
-        report(f"added the prefix {base!r} to the keys, as in the whole model")
-        tensors = {key if key in (head, _BIAS) else base + key: tensor for key, tensor in tensors.items()}
     found = dict(tensors)
     unused = [key for key in found if any(fnmatchcase(key, pattern) for pattern in family.unused)]
+    uses = dict.fromkeys(unused, Use("ignored", "transformers does not load it"))
     shared = f"{base}shared.weight"
     tables = [f"{base}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
     if head not in found and not family.is_tied and config.get("tie_word_embeddings", True) is False:
@@ -155,9 +169,13 @@ def as_loaded(
         # Each side has its own table, usually with equal values.
         if head not in found and config.get("share_encoder_decoder_embeddings", True):
             found[head] = found[shared]
-        elif not all(torch.equal(found[shared], found[table]) for table in tables):
+            uses[shared] = Use("used")
+        elif all(torch.equal(found[shared], found[table]) for table in tables):
+            uses[shared] = Use("ignored", "equal to the tables of both sides")
+        else:
             unused.append(shared)
+            uses[shared] = Use("ignored", "transformers does not load it")
         del found[shared]
     if unused:
         report(f"ignored {len(unused)} weights that transformers does not load: {', '.join(sorted(unused)[:8])}")
-    return {key: tensor for key, tensor in found.items() if key not in unused}
+    return {key: tensor for key, tensor in found.items() if key not in unused}, uses

@@ -35,6 +35,8 @@ def _family(model_type: str, *tokenizers: str, **more: Any) -> Family:
 
 def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     config = reader.config
+    for side in ("encoder", "decoder"):
+        reader.check_layers(f"{side}_layers", side, keys)
     found: dict[str, Value] = {
         "embedding_scale": "sqrt(d_model)" if config.get("scale_embedding") else 1.0,
         "num_heads": reader.whole("encoder_attention_heads"),

@@ -12,8 +12,13 @@ _LENGTH = 512  # T5 has no maximum length; it was trained with this one
 _UNUSED = ("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 
-def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
+def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     config = reader.config
+    reader.check_layers("num_layers", "encoder", keys)
+    # Older files of T5 have one number for both sides.
+    reader.check_layers(
+        "num_layers" if config.get("num_decoder_layers") is None else "num_decoder_layers", "decoder", keys
+    )
     # Older files have no scale_decoder_outputs: their tied models scale. mT5 never scales, regardless of what
     # transformers 5 writes.
     tied = config.get("tie_word_embeddings", True) and config["model_type"] != "mt5"

@@ -15,8 +15,10 @@ _SHARED = (
 )
 
 
-def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
+def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     encoder, decoder = reader.side("encoder"), reader.side("decoder")
+    encoder.check_layers("num_hidden_layers", "encoder", keys)
+    decoder.check_layers("num_hidden_layers", "decoder", keys)
     for name in _SHARED:
         one, other = encoder.config.get(name), decoder.config.get(name)
         if one != other:

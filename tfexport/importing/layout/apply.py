@@ -152,6 +152,20 @@ def fits_names(layout: Layout, keys: Iterable[str]) -> bool:
     return all(line.optional or number in used for number, line in enumerate(lines))
 
 
+def unmatched(layout: Layout, keys: Iterable[str]) -> tuple[list[str], list[str], bool]:
+    """Return the keys that no line matches, those that the layout ignores, and whether every line matches a key."""
+    lines = [parse_line(text) for text in layout.map]
+    is_ignored, used, left, ignored = _ignored(layout), set[int](), list[str](), list[str]()
+    for key in keys:
+        taking = [number for number, line in enumerate(lines) if line.rule.match(key)]
+        used.update(taking)
+        if is_ignored(key):
+            ignored.append(key)
+        elif not taking:
+            left.append(key)
+    return left, ignored, all(line.optional or number in used for number, line in enumerate(lines))
+
+
 def possible_heads(
     layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor] | None = None
 ) -> list[int]:

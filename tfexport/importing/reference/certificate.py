@@ -68,6 +68,7 @@ class Certificate:
     lines: Mapping[str, float] = field(default_factory=dict, repr=False)
     texts: int = field(default=0, repr=False)  # number of recorded texts that the tokenizer was compared with
     unverified: tuple[str, ...] = ()  # possible mistakes that the reference outputs cannot show
+    tensors: Mapping[str, str] = field(default_factory=dict, repr=False)  # use of each tensor of the checkpoint
     checkpoint: Mapping[str, FileSum] = field(default_factory=dict, repr=False)  # by name of the weight file
     reference: FileSum | None = field(default=None, repr=False)
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tfexport.errors import CheckpointError
-
-# Rows of a sinusoidal table all have the same length, because sin² + cos² = 1; trained rows do not.
-_EQUAL_LENGTHS = 1e-4
+from tfexport.importing._buffers import is_position_table
 
 
 def randomize(module: nn.Module, generator: torch.Generator) -> None:
@@ -26,17 +24,6 @@ def randomize(module: nn.Module, generator: torch.Generator) -> None:
     biases = [buffer for name, buffer in module.named_buffers() if _is_bias(name, buffer)]
     for tensor in (tensor for tensor in (*parameters, *biases) if tensor.is_floating_point()):
         _fill(tensor, generator)
-
-
-def is_position_table(tensor: Tensor) -> bool:
-    """Return whether a tensor is a sinusoidal table: different rows of equal length."""
-    shape = [size for size in tensor.shape if size > 1]
-    if len(shape) != 2 or not bool(tensor.isfinite().all()):
-        return False
-    rows = tensor.detach().double().reshape(shape)
-    lengths = rows.norm(dim=1)
-    is_even = bool((lengths - lengths[0]).abs().max() <= _EQUAL_LENGTHS * lengths[0])
-    return is_even and bool((rows[0] != rows[1]).any()) and bool((rows.abs() > 0).sum() > len(rows))
 
 
 def _is_bias(name: str, buffer: Tensor) -> bool:
@@ -104,8 +91,7 @@ def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes:
 
     Recorded parameters are random, so equal ones are one tied tensor, which `save_pretrained` stores once.
     """
-    prefix = _prefix(tensors, state)
-    found = {prefix + key: tensor for key, tensor in tensors.items()}
+    found = dict(tensors)
     stored: dict[Hashable, list[str]] = {}
     for name in (name for name in state if name in found):
         stored.setdefault(_look(state[name]), []).append(name)
@@ -127,11 +113,12 @@ def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes:
     return found
 
 
-def _prefix(keys: Collection[str], names: Collection[str]) -> str:
-    """Return the prefix that all keys have in `names`, or an empty string."""
-    first = next(iter(keys), "")
+def with_recorded_prefix(tensors: Mapping[str, Tensor], names: Collection[str]) -> Mapping[str, Tensor]:
+    """Add the prefix that all keys have in `names`, if there is one."""
+    first = next(iter(tensors), "")
     prefixes = (name.removesuffix(first) for name in names if name.endswith(first))
-    return next((prefix for prefix in prefixes if prefix and all(prefix + key in names for key in keys)), "")
+    prefix = next((prefix for prefix in prefixes if prefix and all(prefix + key in names for key in tensors)), "")
+    return {prefix + key: tensor for key, tensor in tensors.items()} if prefix else tensors
 
 
 def _look(tensor: Tensor) -> Hashable:
