@@ -14,7 +14,7 @@ _PACKED = re.compile(r"weight|packed|quant|zeros", re.IGNORECASE)  # integers of
 
 
 def buffer_kind(key: str, tensor: Tensor) -> str:
-    """Return the kind of a constant buffer, such as "causal mask"; empty if the tensor may hold weights."""
+    """Return the kind of a constant buffer; empty if the tensor may be a weight."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return "" if _PACKED.search(key) and tensor.dtype != torch.bool else "integers or flags"
     if tensor.numel() < 2:
@@ -27,7 +27,10 @@ def buffer_kind(key: str, tensor: Tensor) -> str:
 
 
 def is_causal_mask(tensor: Tensor) -> bool:
-    """Return whether a tensor is a square matrix with one value above its diagonal and another one elsewhere."""
+    """Return whether a square matrix has one value above its diagonal.
+
+    All other elements have another value.
+    """
     rows, columns = tensor.shape[-2:] if tensor.dim() > 1 else (0, 1)
     if rows != columns or rows < 2 or tensor.numel() != rows * columns:
         return False
@@ -68,5 +71,5 @@ def _is_sinusoid(tensor: Tensor) -> bool:
         return False
     rows = tensor.double().reshape(shape)
     rows = rows[(rows != 0).any(1)]  # some implementations set the row of padding to 0
-    # The length tells sines and cosines from embeddings of length 1.
+    # Rows of normalized embeddings have the length 1.
     return len(rows) > 1 and is_position_table(rows) and abs(2 * float(rows[0].square().sum()) / shape[1] - 1) < 1e-3

@@ -67,7 +67,7 @@ class FileSum:
 
 
 class LeftOut(NamedTuple):
-    """Tensors of a file outside of the state dict; the reason is empty if nothing explains them."""
+    """Tensors outside of the state dict; without a reason, they are unexplained."""
 
     name: str
     reason: str
@@ -277,7 +277,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _left_out(entries: Mapping[Any, Any]) -> list[LeftOut]:
-    """Describe the tensors of entries that are not used; a known entry is counted as a whole."""
+    """Describe tensors of unused entries; a known entry is counted as a whole."""
     found = list[LeftOut]()
     for key, value in _items(entries):
         name = printable(key[:_MAX_NAME])

@@ -1,4 +1,4 @@
-"""Account for every tensor of a checkpoint: used, folded, a constant buffer, or ignored for a reason."""
+"""Account for every tensor of a checkpoint: used, constant or ignored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Account:
             self.uses[name] = Use("ignored" if reason else "unexplained", reason, size, number)
 
     def ignore(self, patterns: Sequence[str], tensors: Mapping[str, Tensor], recorded: Collection[str]) -> set[str]:
-        """Count the tensors that the user's patterns match as ignored; return all names that match."""
+        """Count the tensors that match the user's patterns as ignored; return them."""
         names = dict.fromkeys([*tensors, *self.uses, *recorded])
         found = {name: pattern for pattern in patterns for name in names if fnmatchcase(name, pattern)}
         unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -59,11 +59,11 @@ class Account:
     def explain(
         self, layout: Layout, tensors: Mapping[str, Tensor], own: Collection[str], *, by_layout: bool
     ) -> tuple[str, ...]:
-        """Explain the tensors that no line of a layout matches; return the buffers that it does not ignore.
+        """Explain the tensors that no line of a layout matches.
 
-        Only tensors with names in `own` are counted; the others are those of the reference outputs. If `by_layout` is
-        True, the `ignore` of the layout explains tensors. A search only proposes it. If a line matches no tensor, the
-        layout is of another model, which `apply_layout` reports.
+        Returns the buffers that the layout does not ignore. Only tensors with names in `own` are counted; the others
+        are those of the reference outputs. If `by_layout` is True, the `ignore` of the layout explains tensors. That of
+        a search does not. If a line matches no tensor, the layout is of another model, which `apply_layout` reports.
         """
         spare, ignored, is_whole = unmatched(layout, tensors)
         kinds = {name: buffer_kind(name, tensors[name]) for name in (*spare, *ignored)}
@@ -77,7 +77,7 @@ class Account:
         return tuple(name for name in spare if kinds[name])
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise a ParityError that lists all unexplained tensors with their share of all weights."""
+        """Raise a ParityError that lists unexplained tensors and their share."""
         left = {name: use for name, use in self.uses.items() if use.kind == "unexplained"}
         if not left:
             return
@@ -122,7 +122,7 @@ def check_same(
     reference: str,
     name: str,
 ) -> None:
-    """Raise a ParityError if a checkpoint has other tensors or shapes than the recorded state dict.
+    """Raise a ParityError if names or shapes differ from the recorded ones.
 
     Constant buffers do not count, nor do tensors that are known to be left out.
     """

@@ -212,7 +212,7 @@ class _Import:
         return name in self.account.uses or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def _leave_out(self, patterns: tuple[str, ...]) -> None:
-        """Leave out what `--ignore` names, and end the import if entries next to the weights are unexplained."""
+        """Leave out what `--ignore` names; raise if another entry has weights."""
         if patterns:
             proof, tensors = self.proof, self.checkpoint.tensors
             ignored = self.account.ignore(patterns, self.own, proof.tensors if proof else ())
@@ -224,7 +224,7 @@ class _Import:
         self.account.check(self.checkpoint.tensors)
 
     def explained(self, layout: Layout) -> Layout:
-        """Explain all tensors that the layout does not use; return it with `ignore` for all of them."""
+        """Return the layout with `ignore` for all tensors that need no line."""
         by_layout = self.layout is not None or layout.name in builtin_layouts()
         tensors = {**(self.proof.tensors if self.proof else {}), **self.checkpoint.tensors}
         buffers = self.account.explain(layout, tensors, self.own, by_layout=by_layout)
@@ -358,7 +358,10 @@ class _Import:
         return canonical, [*self.notes, note] if note else self.notes
 
     def compare_own_weights(self, layout: Layout, canonical: Canonical) -> tuple[list[str], bool]:
-        """Compare with the outputs of the model's own weights; return notes, and whether they were compared."""
+        """Compare with the outputs of the model's own weights.
+
+        Returns notes, and whether there are such outputs.
+        """
         proof = self.proof
         if proof is None:
             return ["the import is not proven: there are no reference outputs"], False

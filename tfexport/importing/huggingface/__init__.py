@@ -146,7 +146,7 @@ def _is_token(value: Any) -> bool:
 
 
 def with_base(family: Family, tensors: Mapping[str, Tensor], report: Callable[[str], None]) -> Mapping[str, Tensor]:
-    """Return the weights with the keys of the whole model, whose prefix files of the model without its head lack."""
+    """Add the prefix that files of the model without its head lack."""
     if any(key.startswith(family.base) for key in tensors):
         return tensors
     report(f"added the prefix {family.base!r} to the keys, as in the whole model")
@@ -156,7 +156,10 @@ def with_base(family: Family, tensors: Mapping[str, Tensor], report: Callable[[s
 def as_loaded(
     family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor], report: Callable[[str], None]
 ) -> tuple[Mapping[str, Tensor], dict[str, Use]]:
-    """Return the weights as transformers loads them, and the use of the others; report each difference."""
+    """Return the weights as transformers loads them, and the use of the others.
+
+    Each difference is reported.
+    """
     base, head = family.base, family.head
     found = dict(tensors)
     unused = [key for key in found if any(fnmatchcase(key, pattern) for pattern in family.unused)]

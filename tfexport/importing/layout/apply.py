@@ -153,7 +153,7 @@ def fits_names(layout: Layout, keys: Iterable[str]) -> bool:
 
 
 def unmatched(layout: Layout, keys: Iterable[str]) -> tuple[list[str], list[str], bool]:
-    """Return the keys that no line matches, those that the layout ignores, and whether every line matches a key."""
+    """Return the keys without a line, ignored keys, and whether all lines match."""
     lines = [parse_line(text) for text in layout.map]
     is_ignored, used, left, ignored = _ignored(layout), set[int](), list[str](), list[str]()
     for key in keys:
