@@ -67,7 +67,7 @@ def compare_long_decodes(
         prefixes.append(allowed[0, 1 : batch.target_ids.shape[1] - new + 1].tolist())
     expected = decode_best(eager, sources, 1, 1, prefixes)
     for stage in stages:
-        report(f"decoding {len(sources)} sequences up to the length limit: {stage.name}")
+        report(f"decoding up to the length limit: {stage.name}")
         got = decode_best(stage.session, sources, 1, 1, prefixes)
         found.append(compare_decodes(stage, "full length", eager, sources, expected, got, prefixes=prefixes))
     return found
