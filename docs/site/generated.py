@@ -2,19 +2,23 @@
 
 `<!-- settings: MODULE:CLASS -->` becomes a table of a configuration's fields, `<!-- http -->` the endpoints and the
 schemas of the server, `<!-- commands -->` the help of every command, `<!-- layouts -->` the built-in layouts, and
-`<!-- switches -->` the values of the switches, `<!-- presets -->` the sizes of the presets.
+`<!-- switches -->` the values of the switches, `<!-- presets -->` the sizes of the presets, `<!-- packages -->` the
+packages, and `<!-- metrics -->` the metrics of the server.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
+import tfexport
 from tfexport.cli import main
 from tfexport.config import Ge, Gt, Le, Lt, Setting, settings
 from tfexport.importing.layout.layout import builtin_layouts
@@ -22,6 +26,7 @@ from tfexport.nn.presets import PRESETS, preset
 from tfexport.nn.switches import SWITCHES
 from tfexport.serve.app import build_app
 from tfexport.serve.config import HttpConfig
+from tfexport.serve.metrics import Metrics
 
 SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
@@ -29,7 +34,7 @@ SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks of a page."""
     markdown = re.sub(r"<!-- settings: (\S+):(\S+) -->", lambda mark: _settings(mark[1], mark[2]), markdown)
-    for lines in (_commands, _http, _layouts, _switches, _presets):
+    for lines in (_commands, _http, _layouts, _switches, _presets, _packages, _metrics):
         mark = f"<!-- {lines.__name__[1:]} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, "\n".join(lines()))
@@ -80,6 +85,21 @@ def _presets() -> Iterator[str]:
         lengths = " / ".join(str(size) for size in (config.max_source_length, config.max_target_length) if size)
         sizes = (config.d_model, layers, sides[0].num_heads, sides[0].d_ff, vocabulary, lengths)
         yield f"| `{name}` | {' | '.join(map(str, sizes))} |"
+
+
+def _packages() -> Iterator[str]:
+    yield "| package or module | task |\n|---|---|"
+    folder = Path(tfexport.__file__).parent
+    for path in sorted([*folder.glob("*/__init__.py"), *folder.glob("[!_]*.py")]):
+        name = path.parent.name if path.stem == "__init__" else path.stem
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        yield f"| `{name}` | {docstring.partition(chr(10))[0]} |"
+
+
+def _metrics() -> Iterator[str]:
+    yield "| metric | measures |\n|---|---|"
+    for family in sorted(Metrics().registry.collect(), key=lambda family: family.name):
+        yield f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.documentation} |"
 
 
 def _http() -> Iterator[str]:

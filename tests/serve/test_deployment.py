@@ -186,12 +186,6 @@ def test_kubernetes_takes_the_objects(found: dict[str, Any]) -> None:
     kubernetes_validate.validate(found, "1.30", strict=True)
 
 
-def test_the_metrics_are_those_of_the_code() -> None:
-    counters = {name for name, kind in NAMES.items() if kind == "counter"}
-    shown = {row[0].strip("`") for row in table(GUIDE, "metric")}
-    assert shown == {f"{name}_total" if name in counters else name for name in NAMES}
-
-
 def test_the_openapi_document_describes_every_option_with_its_bounds() -> None:
     schemas = build_app({}).openapi()["components"]["schemas"]
     options = schemas["Parameters"]["properties"]
