@@ -59,7 +59,9 @@ def on_port(bundle: Path, *names: str, http: HttpConfig | None = None, **config:
         name: Engine(bundle, ServingConfig(**config), observer=metrics.observer(name), threads=1) for name in names
     }
     server = uvicorn.Server(
-        uvicorn.Config(build_app(engines, http, metrics), port=0, lifespan="off", log_level="error")
+        uvicorn.Config(
+            build_app(engines, http, metrics), port=0, lifespan="off", log_level="error", timeout_graceful_shutdown=1
+        )
     )
 
     async def serve() -> None:
