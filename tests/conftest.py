@@ -6,7 +6,7 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _fast() -> Iterator[None]:
-    """Use one thread, because the workers fill the cores, and do not wait for the disk."""
+def _one_thread_per_worker() -> None:
+    """Use one thread, because the models are tiny and the workers fill the cores."""
     import torch
 
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        yield
 
 
 @pytest.fixture(scope="session")
