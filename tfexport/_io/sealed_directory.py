@@ -61,12 +61,11 @@ def file_problems(
     manifest: str,
     *,
     unread: Collection[str] = (),
-    optional: Collection[str] = (),
     without: str | None = None,
 ) -> list[str]:
     """List files that are missing, changed, not in the manifest or not plain files.
 
-    The manifest, its signature and `optional` files need no entry. Only the size of `unread` files is compared. The
+    The manifest and its signature need no entry. Only the size of `unread` files is compared. The
     subdirectory `without` is skipped.
     """
     signature = manifest + SIGNATURE_SUFFIX
@@ -79,7 +78,7 @@ def file_problems(
             problems.append(problem)
         elif name == signature and size != SIGNATURE_BYTES:
             problems.append(f"{name} has {size} bytes, expected {SIGNATURE_BYTES}")
-        elif name not in files and name not in {manifest, signature, *optional}:
+        elif name not in files and name not in {manifest, signature}:
             problems.append(f"{name!r} is not in {manifest}")
         elif name in files and size != files[name].bytes:
             problems.append(f"{name} has {size} bytes, expected {files[name].bytes}")
