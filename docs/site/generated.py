@@ -1,7 +1,7 @@
 """A hook of MkDocs that fills reference pages from the code.
 
 `<!-- settings: MODULE:CLASS -->` becomes a table of a configuration's fields, `<!-- http -->` the endpoints and the
-schemas of the server, `<!-- commands -->` the help of every command, `<!-- layouts -->` the built-in layouts, and
+schemas of the server, `<!-- commands -->` the help of every command, `<!-- layouts -->` the built-in layouts,
 `<!-- switches -->` the values of the switches, `<!-- presets -->` the sizes of the presets, `<!-- packages -->` the
 packages, and `<!-- metrics -->` the metrics of the server.
 """
