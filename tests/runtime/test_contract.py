@@ -430,7 +430,7 @@ def test_an_encoder_alone_gives_hidden_states(make_session: MakeSession) -> None
         with torch.no_grad():
             expected = wide.hidden_states(torch.tensor(row_ids[row_mask])[None], torch.tensor(row_mask[row_mask])[None])
         np.testing.assert_allclose(hidden[row, row_mask], expected[0], atol=ATOL)
-    with pytest.raises(BackendError, match="encoder alone"):
+    with pytest.raises(BackendError, match="encoder-only"):
         session.batch()
     with pytest.raises(InputError):
         session.hidden_states(ids + tiny.VOCAB, mask)

@@ -84,7 +84,7 @@ def _check(bundle: Bundle | None, config: BenchConfig, texts: Sequence[str] | No
     if bundle is None and texts is None:
         raise InputError("bench: sources are missing; set --input, or pass the served bundle for random sources")
     if bundle and not bundle.manifest.spec.has_decoder:
-        raise InputError(f"{bundle.path}: is an encoder alone and generates no text; bench measures generation")
+        raise InputError(f"{bundle.path}: is encoder-only and generates no text; bench measures generation")
     if texts is not None and len(texts) > MAX_TEXTS:
         raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; use a sample of them")
 

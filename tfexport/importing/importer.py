@@ -63,7 +63,7 @@ class Imported:
 
     def summary(self) -> str:
         """Return one line with the layout and the status of the import."""
-        proof, kind = self.certificate, "encoder-decoder" if self.config.decoder else "encoder alone"
+        proof, kind = self.certificate, "encoder-decoder" if self.config.decoder else "encoder-only"
         if not proof.proven or proof.error is None or proof.tolerance is None:
             return f"{kind}, layout {self.layout.name}, {proof.proof}"
         lengths = f"up to {proof.source_tokens} source"

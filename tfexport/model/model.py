@@ -371,7 +371,7 @@ class Model:
         self, texts: Iterable[str], targets: Iterable[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         if not self.spec.has_decoder:
-            raise InputError(f"{subject}: this bundle is an encoder alone and reads no target; use embed")
+            raise InputError(f"{subject}: this bundle is encoder-only and reads no target; use embed")
         texts, targets, tokenizer = _texts("texts", texts), _texts("targets", targets), self._need_tokenizer()
         if len(texts) != len(targets):
             raise InputError(f"{subject}: {len(targets)} targets for {len(texts)} texts; pass one for each text")

@@ -30,7 +30,7 @@ class CheckedSession(ABC):
         """Return an empty batch with `width` rows per source."""
         self._check_open()
         if not self.spec.has_decoder:
-            raise BackendError(f"{self.backend}: this model is an encoder alone and cannot generate; use embed")
+            raise BackendError(f"{self.backend}: this model is encoder-only and cannot generate; use embed")
         if width < 1:
             raise InputError(f"width is {width}, expected 1 or more")
         return self._batch(width)

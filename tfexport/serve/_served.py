@@ -234,7 +234,7 @@ def prepare(model: Model, slots: int) -> None:
     """Warm a model up with one row and with all slots, and check its recorded texts."""
     spec, tokenizer = model.spec, model.tokenizer
     if not spec.has_decoder:
-        raise errors.InputError("the bundle is an encoder alone and generates no text; use tfexport embed")
+        raise errors.InputError("the bundle is encoder-only and generates no text; use tfexport embed")
     source = [spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0]
     num_tokens = min(WARM_UP_TOKENS, spec.max_target_length)
     warm_up = DecodeConfig(max_new_tokens=num_tokens, min_new_tokens=num_tokens)

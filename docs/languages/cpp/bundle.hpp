@@ -17,7 +17,7 @@ class Bundle {
   // A bundle that needs more than this program does is refused.
   explicit Bundle(const std::filesystem::path& folder) : folder_(folder), manifest_(Json::parse(read("manifest.json"))) {
     if (manifest_.at("format_version") != 1) refuse("the bundle has a format that is not 1");
-    if (manifest_.at("kind") != "encoder-decoder") refuse("the bundle is an encoder alone and generates no text");
+    if (manifest_.at("kind") != "encoder-decoder") refuse("the bundle is encoder-only and generates no text");
     if (!has("tokenizer.json")) refuse("the bundle has no tokenizer; export it from a model directory with one");
     if (has("generation.json")) {
       refuse("the bundle has defaults in generation.json, which greedy decoding does not follow");

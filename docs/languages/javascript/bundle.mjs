@@ -14,7 +14,7 @@ export function neededFiles({ format_version, kind, files }) {
   const form = FORMS.find((names) => names.every((name) => name in files));
   const refused =
     format_version !== 1 ? "has a format that is not 1"
-    : kind !== "encoder-decoder" ? "is an encoder alone and generates no text"
+    : kind !== "encoder-decoder" ? "is encoder-only and generates no text"
     : !("tokenizer.json" in files) ? "has no tokenizer; export it from a model directory with a tokenizer.json"
     : "generation.json" in files ? "has defaults in generation.json, which greedy decoding does not follow"
     : !form ? "has no decoder in the contrib or the concat form; export it with --forms concat,contrib"

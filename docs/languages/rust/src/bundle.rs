@@ -69,7 +69,7 @@ impl Bundle {
         let form = FORMS.into_iter().find(|names| names.iter().all(|name| self.has(name)));
         let refused = match form {
             _ if self.manifest.format_version != 1 => "has a format that is not 1",
-            _ if self.manifest.kind != "encoder-decoder" => "is an encoder alone and generates no text",
+            _ if self.manifest.kind != "encoder-decoder" => "is encoder-only and generates no text",
             _ if !self.has(TOKENIZER) => "has no tokenizer; export it from a model directory with a tokenizer.json",
             _ if self.has("generation.json") => {
                 "has defaults in generation.json, which greedy decoding does not follow"
