@@ -78,9 +78,9 @@ def check_model(graphs: dict[str, Path], spec: ModelSpec, form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("variant", ["mixed", "t5"])  # "mixed" is the one that runs on a GPU
-def test_graphs_of_random_models(variant: str, form: Form, once: Once) -> None:
-    graphs, spec = exported(tiny.model(tiny.VARIANTS[variant], dtype=torch.float32), once)
+@pytest.mark.parametrize("name", ["mixed", "t5"])  # "mixed" is the one that runs on a GPU
+def test_graphs_of_random_models(name: str, form: Form, once: Once) -> None:
+    graphs, spec = exported(tiny.model(tiny.VARIANTS[name], dtype=torch.float32), once)
     check_model(graphs, spec, form)
 
 

@@ -72,14 +72,14 @@ def trace_encoder(
 
 def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens."""
-    variant = VARIANTS[form]
+    kind = VARIANTS[form]
     cross_names, past_names, present = (contract.key_value_names(n, spec.layers) for n in ("cross", "past", "present"))
 
     def step(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         target_ids, source_mask = inputs.pop(contract.TARGET_IDS), inputs.pop(contract.SOURCE_MASK)
         cross, past = (_pairs([inputs.pop(name) for name in names]) for names in (cross_names, past_names))
-        cache = variant.cache(past, target_ids, **inputs)
-        return [model.decode_step(target_ids, variant.cross(cross, source_mask), cache), *_flat(cache.present)]
+        cache = kind.cache(past, target_ids, **inputs)
+        return [model.decode_step(target_ids, kind.cross(cross, source_mask), cache), *_flat(cache.present)]
 
     graph = contract.decoder_graph(spec, form)
     expected = GraphSpec(
@@ -87,7 +87,7 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, 
         outputs=tuple(tensor for tensor in graph.outputs if tensor.name in (contract.LOGITS, *present)),
     )
     traced = _trace(_Function(model, step), expected, opset, f"decoder, {form} variant")
-    for change in variant.passes:
+    for change in kind.passes:
         change(traced)
     if speculation:
         keep_logits(traced)

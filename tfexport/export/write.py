@@ -68,14 +68,14 @@ def write_graphs(
     portable = {ENCODER, contract.ALIGNMENT, REORDER}
     for form in supported:
         report(f"tracing the decoder, {form} variant")
-        variant, name = VARIANTS[form], contract.DECODER[form]
-        if variant.encoder not in traced:
-            traced[variant.encoder] = trace_encoder(model, spec, opset, variant.source), contract.encoder_graph(spec)
+        kind, name = VARIANTS[form], contract.DECODER[form]
+        if kind.encoder not in traced:
+            traced[kind.encoder] = trace_encoder(model, spec, opset, kind.source), contract.encoder_graph(spec)
         speculates = speculation and form == "contrib"
-        decoder = trace_decoder(model, spec, form, variant.opset or opset, speculation=speculates)
+        decoder = trace_decoder(model, spec, form, kind.opset or opset, speculation=speculates)
         append_selection(decoder)
         traced[name] = decoder, contract.decoder_graph(spec, form, speculation=speculates)
-        portable |= {name} if variant.portable else set()
+        portable |= {name} if kind.portable else set()
     if alignment is not None:
         report("tracing the alignment")
         traced[contract.ALIGNMENT] = trace_alignment(model, spec, alignment, opset), contract.alignment_graph(spec)
