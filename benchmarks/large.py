@@ -52,7 +52,9 @@ def make(folder: Path) -> None:
         for precision in PRECISIONS:
             bundle = folder / f"{vocab}-{precision}"
             if not bundle.exists():
-                export_bundle(str(source), bundle, ExportConfig(precision=precision, forms=("contrib",)), verify=False)
+                export_bundle(
+                    str(source), bundle, ExportConfig(precision=precision, variants=("contrib",)), verify=False
+                )
 
 
 @main.command()

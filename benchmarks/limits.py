@@ -7,7 +7,7 @@ its attention reads keys and values between them. The share is that of the
 larger of the first two and of the third in the step. Products are measured in
 turns with the step, memory in the same process. The operators' times are those
 of ONNX Runtime's profile, whose sum is a little more than a step. The bundles
-need the contrib form. The table is Markdown.
+need the contrib variant. The table is Markdown.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def measure_command(model: Path, texts: int, alone: int, rounds: int, seed: int)
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quality-")))
         loaded = {}
         for name, options in BUNDLES.items():
-            export_bundle(str(model), work / name, ExportConfig(forms=("contrib",), **options), verify=False)
+            export_bundle(str(model), work / name, ExportConfig(variants=("contrib",), **options), verify=False)
             loaded[name] = stack.enter_context(tfexport.load(work / name, threads=1))
         sizes = {name: sum(p.stat().st_size for p in (work / name).rglob("*") if p.is_file()) for name in BUNDLES}
         found = compare(loaded, chosen, alone=alone, rounds=rounds)

@@ -102,13 +102,13 @@ def dates_aligned(once: Once) -> Path:
     """Export models/dates with alignment, only for the CPU."""
     from tfexport.contract import AlignmentHeads
 
-    return exported(once, "dates-aligned", str(DATES), forms=("contrib",), alignment=AlignmentHeads(layer=-1))
+    return exported(once, "dates-aligned", str(DATES), variants=("contrib",), alignment=AlignmentHeads(layer=-1))
 
 
 @pytest.fixture(scope="session")
 def random_bundle(once: Once) -> Path:
     """Export preset:tiny, whose random weights end texts late, only for the CPU."""
-    return exported(once, "random", "preset:tiny", forms=("contrib",))
+    return exported(once, "random", "preset:tiny", variants=("contrib",))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests import tiny
 from tfexport._io.names import TOKENIZER
-from tfexport.contract import AlignmentHeads, Form, TokenIds
+from tfexport.contract import AlignmentHeads, TokenIds, Variant
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.nn.directory import save_model
@@ -57,8 +57,8 @@ def trained() -> Transformer:
     return model.eval()
 
 
-def made(path: Path, model: Transformer, alignment: AlignmentHeads | None, form: Form = "contrib") -> None:
+def made(path: Path, model: Transformer, alignment: AlignmentHeads | None, variant: Variant = "contrib") -> None:
     folder = path.with_name(f"{path.name}-model")
     save_model(model, folder)
     tiny.word_tokenizer(WORDS, eos=True).save(str(folder / TOKENIZER))
-    export_bundle(str(folder), path, ExportConfig(forms=(form,), alignment=alignment), verify=False)
+    export_bundle(str(folder), path, ExportConfig(variants=(variant,), alignment=alignment), verify=False)

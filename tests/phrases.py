@@ -73,4 +73,4 @@ def made(path: Path) -> None:
     directory, file = path.with_name(f"{path.name}-model"), path.with_name(f"{path.name}-{TOKENIZER}")
     tiny.word_tokenizer(WORDS).save(str(file))
     save_model(model(), directory, file)
-    export_bundle(str(directory), path, ExportConfig(forms=("contrib",), speculation=True))
+    export_bundle(str(directory), path, ExportConfig(variants=("contrib",), speculation=True))

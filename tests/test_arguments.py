@@ -129,7 +129,7 @@ def test_odd_values_for_any_option_of_decoding(model: Model, odd: str) -> None:
 def test_odd_values_for_any_option_of_load(dates_aligned: Path, odd: str) -> None:
     for name in inspect.signature(tfexport.load).parameters:
         is_valid = {
-            "None": ("form", "threads", "engine", "trusted_keys"),
+            "None": ("variant", "form", "threads", "engine", "trusted_keys"),
             "a number of NumPy": ("threads",),
             "an empty list": ("warm_up",),
             "an iterator": ("warm_up",),
@@ -154,9 +154,9 @@ def test_a_warm_up_is_pairs_within_the_model(dates_aligned: Path) -> None:
 
 def test_options_of_load_are_refused_together(dates_aligned: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        tfexport.load(dates_aligned, threads="2", engine=5, device=3, form=[])  # type: ignore[arg-type]
+        tfexport.load(dates_aligned, threads="2", engine=5, device=3, variant=[])  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "load: form is [], expected one of None, 'concat', 'static', 'contrib'; device is 3, expected one of 'cpu', "
+        "load: variant is [], expected one of None, 'concat', 'static', 'contrib'; device is 3, expected one of 'cpu', "
         "'cuda'; threads is '2', expected 1 to 1024, or 'auto'; engine is 5, expected the name of an engine, or None"
     )
 

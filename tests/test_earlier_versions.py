@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import tfexport
+from tfexport.cli import main
 from tfexport.describe import inspect_path
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
+from tfexport.tensorrt.config import EngineConfig
 
 EARLIER = Path(__file__).parent / "data" / "earlier"
 EXPECTED: dict[str, Any] = json.loads((EARLIER / "expected.json").read_text(encoding="utf-8"))
@@ -50,5 +53,15 @@ def test_an_encoder_gives_the_same_vectors() -> None:
 
 
 def test_a_model_directory_exports_to_a_bundle_that_generates_the_same(tmp_path: Path) -> None:
-    export_bundle(str(EARLIER / "model"), tmp_path / "bundle", ExportConfig(forms=("contrib",)), verify=False)
+    export_bundle(str(EARLIER / "model"), tmp_path / "bundle", ExportConfig(variants=("contrib",)), verify=False)
     assert generated(tmp_path / "bundle") == EXPECTED["fp32"]
+
+
+def test_the_decoder_variant_under_its_former_name() -> None:
+    assert ExportConfig(forms=("concat",)) == ExportConfig(variants=("concat",))  # type: ignore[call-arg]
+    assert EngineConfig.from_dict({"form": "concat"}).variant == "concat"
+    with tfexport.load(EARLIER / "fp32", form="concat", threads=1) as model:
+        assert model.session.variant == "concat"  # type: ignore[attr-defined]
+    done = CliRunner().invoke(main, ["generate", str(EARLIER / "fp32"), "w7", "--form", "concat"])
+    assert done.exit_code == 0, done.output
+    assert "--form " not in CliRunner().invoke(main, ["generate", "--help"]).output

@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("defaults")
     published.write(found / "hf", "opus-mt", SAID)
     import_checkpoint(found / "hf", found / "model")
-    export_bundle(str(found / "model"), found / "bundle", ExportConfig(forms=("contrib",)), verify=False)
+    export_bundle(str(found / "model"), found / "bundle", ExportConfig(variants=("contrib",)), verify=False)
     return found
 
 

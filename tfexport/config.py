@@ -93,13 +93,21 @@ class Config:
     """Base class of configurations, which makes subclasses frozen dataclasses."""
 
     _subject: ClassVar[str]
+    _former: ClassVar[Mapping[str, str]] = {}
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    def __init_subclass__(cls, *, subject: str = "") -> None:
-        """Make the subclass a dataclass; without a subject it inherits its parent's."""
+    def __init_subclass__(cls, *, subject: str = "", former: Mapping[str, str] | None = None) -> None:
+        """Make the subclass a dataclass; without a subject it inherits its parent's.
+
+        `former` maps earlier names of fields, which the constructor and `from_dict` still take, to those of today.
+        """
         if subject:
             cls._subject = subject
         dataclass(frozen=True, kw_only=True)(cls)
+        if former:
+            cls._former, create = former, cls.__init__
+            renamed = functools.wraps(create)(lambda self, **values: create(self, **_renamed(values, former)))
+            cls.__init__ = renamed  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         values = [  # defaults are valid, and skipping them saves time in every request
@@ -164,7 +172,7 @@ def _read_object(cls: Any, data: object, place: str, problems: list[str]) -> Any
         return None
     prefix, before = f"{place}." if place else "", len(problems)
     try:
-        data = cls._upgraded(data) if issubclass(cls, Config) else data
+        data = cls._upgraded(_renamed(data, cls._former)) if issubclass(cls, Config) else data
         fields = _fields(cls)
         known = {name for name, _, _ in fields}
         problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in known]
@@ -206,6 +214,10 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> An
 
 def _tupled(value: object) -> object:
     return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
+
+
+def _renamed(values: Mapping[str, Any], former: Mapping[str, str]) -> dict[str, Any]:
+    return {former.get(name, name): value for name, value in values.items()}
 
 
 # ---- checking

@@ -14,7 +14,7 @@ from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Size, 
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.precision import FLOAT, DType, Precision, QuantizedWeights
 
-Form = Literal["concat", "static", "contrib"]
+Variant = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
 OptimizeFor = Literal["latency", "throughput"]
 
@@ -25,7 +25,7 @@ WEIGHTS = "weights.safetensors"
 QUANTIZED_WEIGHTS = "weights.bin"  # plain bytes, because safetensors has no 4-bit type
 ENCODER = "encoder"
 ENCODER_CONTRIB = "encoder_contrib"
-DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static", "contrib": "decoder_contrib"}
+DECODER: dict[Variant, str] = {"concat": "decoder", "static": "decoder_static", "contrib": "decoder_contrib"}
 
 SOURCE_IDS = "source_ids"
 SOURCE_MASK = "source_mask"
@@ -207,7 +207,7 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
     return GraphSpec(inputs, (TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model)),))
 
 
-def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> GraphSpec:
+def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = False) -> GraphSpec:
     """Return the contract of the decoder graph in one of its variants.
 
     The caches are the inputs `past_*` and the outputs `present_*`. In the concat variant, the outputs are longer by
@@ -232,8 +232,8 @@ def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> 
         TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
         TensorSpec(SOURCE_MASK, "bool", ("batch", "source_len")),
         *_key_values(spec, "cross", "batch", "source_len"),
-        *_key_values(spec, "past", "rows", "past_len" if form == "concat" else "capacity"),
-        *positions[form],
+        *_key_values(spec, "past", "rows", "past_len" if variant == "concat" else "capacity"),
+        *positions[variant],
         *([TensorSpec(LOGITS_TO_KEEP, "int64", (1,))] if speculation else []),
         TensorSpec(NUM_CANDIDATES, "int64", (1,)),
     ]
@@ -243,7 +243,7 @@ def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> 
         TensorSpec(CANDIDATE_IDS, "int64", (rows, "num_candidates")),
         TensorSpec(CANDIDATE_LOGITS, "float32", (rows, "num_candidates")),
         TensorSpec(LOG_NORMALIZER, "float32", (rows, 1)),
-        *_key_values(spec, "present", "rows", "past_len + target_len" if form == "concat" else "capacity"),
+        *_key_values(spec, "present", "rows", "past_len + target_len" if variant == "concat" else "capacity"),
     ]
     return GraphSpec(tuple(inputs), tuple(outputs))
 
@@ -271,9 +271,9 @@ def has_speculation(decoder: GraphSpec) -> bool:
 
 def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> GraphSpec:
     """Return the contract of a bundle's graph by name."""
-    for form, decoder in DECODER.items():
+    for variant, decoder in DECODER.items():
         if name == decoder:
-            return decoder_graph(spec, form, speculation=speculation and form == "contrib")
+            return decoder_graph(spec, variant, speculation=speculation and variant == "contrib")
     if name == REORDER:
         return reorder_spec(spec.precision)
     return alignment_graph(spec) if name == ALIGNMENT else encoder_graph(spec)

@@ -283,7 +283,7 @@ def _engine_lines(engine: Mapping[str, Any]) -> list[str]:
         state = f"stale, {state}"
     if "target" not in engine:
         return [f"  {state}"]
-    kind = ", ".join(part for part in (engine["form"], engine["precision"], engine["weights"]) if part)
+    kind = ", ".join(part for part in (engine["variant"], engine["precision"], engine["weights"]) if part)
     gpus = f" for {', '.join(engine['compute_capabilities'])}" if engine["compute_capabilities"] else ""
     return [
         f"  {engine['target']} {engine['version']}{gpus}: {kind}, {_bytes(engine['bytes'])}",

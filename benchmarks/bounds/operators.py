@@ -28,7 +28,7 @@ _KINDS = {
 def operator_times(
     decoder: Path, contract: GraphSpec, *, sources: int, beams: int, source_length: int, threads: int
 ) -> dict[str, float]:
-    """Profile steps of the contrib form with 31 tokens in the cache.
+    """Profile steps of the contrib variant with 31 tokens in the cache.
 
     Returns:
         Milliseconds of a step by kind of operator: products, attention, selection, norms, rounding, other.

@@ -41,8 +41,8 @@ CELL_METRICS: dict[str, Any] = {
 }
 SERVER_METRICS = {"goodput": RATE, "slot_occupancy": RATE, "queue_time": DISTRIBUTION, "refused": VALUE}
 SETTINGS = (
-    "backend device form threads engine batch_size source_length target_length num_beams rate goal_ms slots url model "
-    "duration processes seed input"
+    "backend device variant threads engine batch_size source_length target_length num_beams rate goal_ms slots url "
+    "model duration processes seed input"
 )
 ENVIRONMENT = "date system cpu cores threads python instruction_sets int8_products versions"
 

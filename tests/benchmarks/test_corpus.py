@@ -35,7 +35,7 @@ def work(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which both sides find the same bundle."""
     folder = tmp_path_factory.mktemp("work") / NAME
     save_model(model, folder / "weights")
-    export_bundle(str(folder / "weights"), folder / "bundle-fp32", ExportConfig(forms=("concat",)), verify=False)
+    export_bundle(str(folder / "weights"), folder / "bundle-fp32", ExportConfig(variants=("concat",)), verify=False)
     (folder / "revision-fp32").symlink_to(folder / "bundle-fp32")
     return folder.parent
 

@@ -18,8 +18,8 @@ from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 
 WAYS = {
-    "fp32": ExportConfig(forms=("contrib",)),
-    "int8-throughput": ExportConfig(forms=("contrib",), precision="int8", optimize_for="throughput"),
+    "fp32": ExportConfig(variants=("contrib",)),
+    "int8-throughput": ExportConfig(variants=("contrib",), precision="int8", optimize_for="throughput"),
 }
 
 

@@ -172,13 +172,13 @@ def test_what_is_no_model(source: str, messages: list[str], model: Path, dates_b
             ["max_source_length is 25, above the model's position table of 24", "max_target_length is 99"],
         ),
         (
-            ["--forms", "concat,concat"],
-            ["forms is concat, concat, expected at least one of concat, static, contrib, each at most once"],
+            ["--variants", "concat,concat"],
+            ["variants is concat, concat, expected at least one of concat, static, contrib, each at most once"],
         ),
         (["--opset", "99"], ["99 is not in the range 18<=x<=20", "onnx --help."]),
         (["--precision", "fp8"], ["'fp8' is not one of 'fp32', 'fp16', 'bf16'"]),
         (["--max-source-length", "many"], ["'many' is not a valid integer"]),
-        (["--forms", ""], ["forms is empty"]),
+        (["--variants", ""], ["variants is empty"]),
         (["--precision", "bf16"], ["--no-verify"]),
     ],
 )

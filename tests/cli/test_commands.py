@@ -37,7 +37,7 @@ def verified(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
     def make(path: Path) -> None:
         result = run(
-            "onnx", "preset:tiny", "--output", path, "--forms", "concat", "--max-source-length", 12, "--seed", 5
+            "onnx", "preset:tiny", "--output", path, "--variants", "concat", "--max-source-length", 12, "--seed", 5
         )
         assert result.exit_code == 0, result.output
         path.with_name("said").write_text(json.dumps([result.stdout, result.stderr]))

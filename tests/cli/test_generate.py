@@ -24,18 +24,18 @@ ENCODER = ROOT / "tests" / "data" / "earlier" / "encoder"
 ISO = ["2026-03-03", "2026-03-03", "2019-06-30", "2001-09-15"]
 
 
-@pytest.mark.parametrize("form", ["concat", "static", "contrib"])
-def test_the_form_that_is_asked_for_runs(form: str, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", ["concat", "static", "contrib"])
+def test_the_variant_that_is_asked_for_runs(variant: str, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     take = ort_backend.OrtSession
 
-    def note(graphs: Any, form: Any, *more: Any, **settings: Any) -> Any:
-        opened.append(form)
-        return take(graphs, form, *more, **settings)
+    def note(graphs: Any, variant: Any, *more: Any, **settings: Any) -> Any:
+        opened.append(variant)
+        return take(graphs, variant, *more, **settings)
 
     monkeypatch.setattr(ort_backend, "OrtSession", note)
-    result = run("generate", dates_bundle, TEXTS[0], "--form", form)
-    assert (result.exit_code, result.stdout.splitlines(), opened) == (0, ISO[:1], [form])
+    result = run("generate", dates_bundle, TEXTS[0], "--variant", variant)
+    assert (result.exit_code, result.stdout.splitlines(), opened) == (0, ISO[:1], [variant])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from tests.command import TFEXPORT, refuses, run
 from tfexport.bundle.bundle import open_bundle
 
-TINY = ("onnx", "preset:tiny", "--forms", "concat", "--max-source-length", "12", "--no-verify")
+TINY = ("onnx", "preset:tiny", "--variants", "concat", "--max-source-length", "12", "--no-verify")
 
 
 def shell(*arguments: object, redirect: str = "", **options: object) -> subprocess.CompletedProcess[str]:

@@ -140,8 +140,8 @@ def test_an_engine_is_replaced_only_with_force(copy: Path, options: tuple[str, .
         assert result.stderr.endswith("exists; replace it with --force\n")
 
 
-def test_the_concat_form_and_fp16_from_the_weights_of_an_fp32_bundle(copy: Path) -> None:
-    build(copy, "--form", "concat", "--precision", "fp16")
+def test_the_concat_variant_and_fp16_from_the_weights_of_an_fp32_bundle(copy: Path) -> None:
+    build(copy, "--variant", "concat", "--precision", "fp16")
     manifest = open_engine(copy.resolve(), "tensorrt-rtx-concat-fp16").manifest
     decoder = manifest.plans["decoder"]
     assert {t.dtype for t in decoder.inputs if t.name.startswith("past_")} == {"float16"}
@@ -169,7 +169,7 @@ def test_an_encoder_alone_gets_one_plan(tmp_path: Path) -> None:
     manifest = json.loads(result.stdout)["manifest"]
     assert list(manifest["plans"]) == ["encoder"]
     assert [tensor["name"] for tensor in manifest["plans"]["encoder"]["outputs"]] == ["hidden_states"]
-    assert (manifest["config"]["form"], manifest["limits"]["max_target_length"]) == (None, 0)
+    assert (manifest["config"]["variant"], manifest["limits"]["max_target_length"]) == (None, 0)
 
 
 def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:

@@ -86,7 +86,7 @@ def test_alternatives_computed_by_hand() -> None:
 def test_the_eager_model_and_its_graphs_have_the_same_alternatives(dates_bundle: Path) -> None:
     text, options = "le 14 juillet 1989", {"return_alternatives": True, "num_return_sequences": 3}
     expected = None
-    for open_with in ({"backend": "eager"}, *({"form": form} for form in ("concat", "static", "contrib"))):
+    for open_with in ({"backend": "eager"}, *({"variant": variant} for variant in ("concat", "static", "contrib"))):
         with tfexport.load(dates_bundle, threads=1, **open_with) as model:  # type: ignore[arg-type]
             found = model.generate([text], prefixes=["1989-"], **options)
             assert model.tokenizer is not None

@@ -68,7 +68,7 @@ def test_a_beta_near_1_forces_the_prefix_and_one_near_0_ignores_it(
 def test_the_eager_model_and_its_graphs_agree(dates_bundle: Path, beta: float, num_beams: int) -> None:
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "prefix_bias_beta": beta}
     expected = None
-    for open_with in ({"backend": "eager"}, *({"form": form} for form in ("concat", "static", "contrib"))):
+    for open_with in ({"backend": "eager"}, *({"variant": variant} for variant in ("concat", "static", "contrib"))):
         with tfexport.load(dates_bundle, threads=1, **open_with) as model:  # type: ignore[arg-type]
             found = model.generate(TEXTS, prefixes=PREFIXES, batch_size=3, **options)
         expected = expected or found

@@ -180,7 +180,7 @@ def test_several_texts(model: Model, verified: Counter[str]) -> None:
 )
 def test_random_sequences(once: Once, precision: str, count: int, verified: Counter[str]) -> None:
     """With random weights and repetitive sources, every text is the same, token for token."""
-    config = ExportConfig(forms=("contrib",), speculation=True, precision=precision)  # type: ignore[arg-type]
+    config = ExportConfig(variants=("contrib",), speculation=True, precision=precision)  # type: ignore[arg-type]
     path = once(f"speculation-{precision}", lambda path: export_bundle("preset:tiny", path, config, verify=False))
     rng, differ = np.random.default_rng(7), 0
     with tfexport.load(path, threads=1) as model:
@@ -214,7 +214,7 @@ def test_command_line(bundle: Path) -> None:
 
 def test_exports_that_cannot_speculate(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"forms": ("concat", "static")}, "speculation needs the contrib variant; add contrib to the forms"),
+        ({"variants": ("concat", "static")}, "speculation needs the contrib variant; add contrib to the variants"),
         ({"precision": "fp16"}, "speculation needs the contrib variant, which does not exist in fp16; omit it"),
     ]
     for settings, message in wrong:

@@ -1,4 +1,4 @@
-"""The static form with a number for its capacity: equal results, in bounds, and what TensorRT asks for."""
+"""The static variant with a number for its capacity: equal results, in bounds, and what TensorRT asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from tests import tiny
 from tests.tensorrt.engine_graphs import kernels
-from tfexport.contract import Form, ModelSpec, key_value_names
+from tfexport.contract import ModelSpec, Variant, key_value_names
 from tfexport.errors import GraphError
 from tfexport.export.passes import fix_capacity
 from tfexport.export.write import write_graphs
@@ -114,11 +114,11 @@ def test_tensorrt_takes_the_cache_only_with_a_number(dates_bundle: Path) -> None
 
 
 def build_plan(directory: Path, name: str, spec: ModelSpec) -> Any:
-    form: Form = "static" if name == "decoder_static" else "concat"
+    variant: Variant = "static" if name == "decoder_static" else "concat"
     # The first that has float8; one build for another fails by name of the type.
     settings = EngineConfig(target="tensorrt-rtx", max_batch=4, compute_capabilities=("8.9",))
-    profiles, path = make_profiles(spec, form, settings), directory / f"{name}.onnx"
-    raw = fix_capacity(path, profiles.limits.max_target_length) if form == "static" else path.read_bytes()
+    profiles, path = make_profiles(spec, variant, settings), directory / f"{name}.onnx"
+    raw = fix_capacity(path, profiles.limits.max_target_length) if variant == "static" else path.read_bytes()
     library = load_library("tensorrt-rtx")
     network = parse_graph(library, Graph(name, raw, path))
     return build_engine(network, profiles.engines[name], resolve_options(library, settings, None))
@@ -131,7 +131,7 @@ def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, w
     config = tiny.config(encoder={"d_k": width, "d_v": width}, decoder={"d_k": width, "d_v": width})
     spec = model_spec(config, precision)
     model = tiny.model(config, dtype=getattr(torch, FLOAT[precision]))
-    write_graphs(model, spec, tmp_path, forms=("static",), opset=18)
+    write_graphs(model, spec, tmp_path, variants=("static",), opset=18)
     plan = build_plan(tmp_path, "decoder_static", spec)
     fused = sum(number for name, number in kernels(plan).items() if re.match("_gem[mv]_mha", name))
     assert fused == 2 * 2 * LAYERS, "self and cross, step and prefill"

@@ -59,9 +59,9 @@ def test_every_variant_exports_and_says_what_eager_says(name: str, variant: Call
     parity = bundle.manifest.parity
     assert parity is not None
     assert parity["passed"] is True
-    forms = {"t5": 2}.get(name, 3)  # no contrib form: soft cap, and values of another width
-    assert len(set(bundle.manifest.graphs) & set(DECODER.values())) == forms
-    assert parity["exact"] == parity["sequences"] == forms * (2 * 16 + 9 + 1)  # of the full length
+    variants = {"t5": 2}.get(name, 3)  # no contrib variant: soft cap, and values of another width
+    assert len(set(bundle.manifest.graphs) & set(DECODER.values())) == variants
+    assert parity["exact"] == parity["sequences"] == variants * (2 * 16 + 9 + 1)  # of the full length
 
 
 def test_an_encoder_alone_exports_and_says_what_eager_says(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_an_encoder_alone_exports_and_says_what_eager_says(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["umt5", "mixed", "modern"])
-def test_every_form_is_token_exact_over_500_sequences(name: str, variant: Callable[[str], Path]) -> None:
+def test_every_variant_is_token_exact_over_500_sequences(name: str, variant: Callable[[str], Path]) -> None:
     report = verify_bundle(variant(name), config=VerifyConfig(samples=500))
     assert report.passed
     assert [found.exact for found in report.decodes] == [found.sequences for found in report.decodes]
@@ -183,7 +183,16 @@ def test_all_graphs_share_one_weight_file_that_holds_the_model(post: Path) -> No
 
 def test_equal_input_gives_equal_bytes_with_an_alignment_or_without(post: Path, tmp_path: Path) -> None:
     run = [sys.executable, "-c", "from tfexport.cli import main; main()"]
-    command = [*run, "onnx", str(model_of(post)), "--output", str(tmp_path / "b"), "--no-verify", "--forms", "concat"]
+    command = [
+        *run,
+        "onnx",
+        str(model_of(post)),
+        "--output",
+        str(tmp_path / "b"),
+        "--no-verify",
+        "--variants",
+        "concat",
+    ]
     done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     files = {"encoder.onnx", "decoder.onnx", "reorder.onnx", "weights.safetensors", "manifest.json"}
@@ -207,7 +216,7 @@ def test_a_graph_tells_nothing_of_the_machine_that_made_it(post: Path) -> None:
 
 
 def test_limits_and_precision_are_those_of_the_graphs(post: Path, dates_fp16: Path, tmp_path: Path) -> None:
-    config = ExportConfig(precision="bf16", forms=("concat",), max_source_length=5, max_target_length=3)
+    config = ExportConfig(precision="bf16", variants=("concat",), max_source_length=5, max_target_length=3)
     bundle = export_bundle(str(model_of(post)), tmp_path / "b", config, verify=False)
     assert bundle.manifest.spec.max_source_length == 5
     assert read_header(bundle.file("weights.safetensors"))["dec.pos"].shape == (3, 32)
@@ -288,7 +297,7 @@ def test_the_contract_check_lists_every_difference(post: Path, tmp_path: Path) -
 
 
 def greedy_by_hand(bundle: Path, source: list[int], steps: int) -> Iterator[int]:
-    """Decode with onnxruntime and numpy alone, the concat form."""
+    """Decode with onnxruntime and numpy alone, the concat variant."""
     import onnxruntime as ort
 
     encoder = ort.InferenceSession(str(bundle / "encoder.onnx"))

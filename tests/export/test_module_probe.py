@@ -22,7 +22,7 @@ def written(change: Callable[[Any], Any], tmp_path: Path, spec: ModelSpec = mode
     model = modern.module().eval()
     change(model)
     with pytest.raises(GraphError) as caught:
-        write_graphs(model, spec, tmp_path, forms=("concat",), opset=18)
+        write_graphs(model, spec, tmp_path, variants=("concat",), opset=18)
     assert not list(tmp_path.iterdir())
     return str(caught.value)
 

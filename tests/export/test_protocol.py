@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tfexport.contract import DECODER, Form, ModelSpec, TokenIds
+from tfexport.contract import DECODER, ModelSpec, TokenIds, Variant
 from tfexport.decode.offline import decode
 from tfexport.export.write import write_graphs
 from tfexport.generation import DecodeConfig
@@ -139,21 +139,21 @@ def made() -> ByHand:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("protocol")
-    write_graphs(made(), SPEC, folder, forms=("concat", "static"), opset=18)
+    write_graphs(made(), SPEC, folder, variants=("concat", "static"), opset=18)
     return folder
 
 
-def opened(path: Path, form: Form) -> OrtSession:
-    return OrtSession(Graphs({name: path / f"{name}.onnx" for name in ("encoder", DECODER[form])}, SPEC), form)
+def opened(path: Path, variant: Variant) -> OrtSession:
+    return OrtSession(Graphs({name: path / f"{name}.onnx" for name in ("encoder", DECODER[variant])}, SPEC), variant)
 
 
-@pytest.mark.parametrize("form", ["concat", "static"])
-def test_every_step_says_what_all_positions_at_once_say(form: Form, exported: Path) -> None:
+@pytest.mark.parametrize("variant", ["concat", "static"])
+def test_every_step_says_what_all_positions_at_once_say(variant: Variant, exported: Path) -> None:
     """Uneven sources with padding; a step of several tokens first, then one by one."""
     source_ids, source_mask, target_ids = tiny.batch(vocab=VOCAB)
     with torch.inference_mode():
         expected = made().whole(source_ids, source_mask, target_ids).numpy()
-    batch, worst, prompt_len = opened(exported, form).batch(), 0.0, 3
+    batch, worst, prompt_len = opened(exported, variant).batch(), 0.0, 3
     batch.add(source_ids.numpy(), source_mask.numpy(), target_ids[:, :prompt_len].tolist())
     for position in range(prompt_len - 1, target_ids.shape[1]):
         found = batch.step(target_ids[:, position].numpy(), VOCAB)
@@ -162,8 +162,8 @@ def test_every_step_says_what_all_positions_at_once_say(form: Form, exported: Pa
     assert worst < 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("form", ["concat", "static"])
-def test_greedy_texts_are_those_of_the_eager_module(form: Form, exported: Path) -> None:
+@pytest.mark.parametrize("variant", ["concat", "static"])
+def test_greedy_texts_are_those_of_the_eager_module(variant: Variant, exported: Path) -> None:
     """Token by token, without any cache, and however the sources are batched."""
     model = made()
     sources = [[5, 6, 7, 8], [11, 12], [30, 3, 9, 10, 20, 21]]
@@ -179,7 +179,7 @@ def test_greedy_texts_are_those_of_the_eager_module(form: Form, exported: Path) 
     config = DecodeConfig(max_new_tokens=9)
     expected = [eager(source) for source in sources]
     assert len(set(expected)) == len(sources)
-    session = opened(exported, form)
+    session = opened(exported, variant)
     assert [best[0].token_ids for best in decode(session, sources, config)] == expected
     assert [decode(session, [source], config)[0][0].token_ids for source in sources] == expected
     beams = DecodeConfig(num_beams=4, max_new_tokens=9)

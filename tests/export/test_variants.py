@@ -14,7 +14,7 @@ from torch import nn
 from tests import tiny
 from tests.export.test_protocol import SPEC as PROTOCOL_SPEC
 from tests.export.test_protocol import made
-from tfexport.contract import Form, ModelSpec
+from tfexport.contract import ModelSpec, Variant
 from tfexport.errors import GraphError
 from tfexport.export import write
 from tfexport.export._module_probe import traits_of
@@ -24,7 +24,7 @@ from tfexport.export.write import write_graphs
 from tfexport.nn.config import StackConfig, TransformerConfig, model_spec
 from tfexport.precision import Precision
 
-EVERY = pytest.mark.parametrize("form", VARIANTS)
+EVERY = pytest.mark.parametrize("variant", VARIANTS)
 
 
 class WindowStack(StackConfig):
@@ -44,27 +44,27 @@ def with_new_value(name: str, value: str) -> TransformerConfig:
 
 @EVERY
 @pytest.mark.parametrize("name", ["post", "pre-std", "umt5", "mixed", "modern"])
-def test_every_variant_supports_the_plain_models(form: Form, name: str) -> None:
-    assert VARIANTS[form].supports(tiny.VARIANTS[name], "fp32") == []
+def test_every_variant_supports_the_plain_models(variant: Variant, name: str) -> None:
+    assert VARIANTS[variant].supports(tiny.VARIANTS[name], "fp32") == []
 
 
 @EVERY
-def test_a_field_that_a_variant_does_not_list_is_refused(form: Form) -> None:
+def test_a_field_that_a_variant_does_not_list_is_refused(variant: Variant) -> None:
     today, side = tiny.config(), tiny.config().decoder
     assert side is not None
     config: TransformerConfig = WindowConfig(**{name: getattr(today, name) for name in today.__dataclass_fields__})
-    assert VARIANTS[form].supports(config, "fp32") == ["attention_window is None"]
+    assert VARIANTS[variant].supports(config, "fp32") == ["attention_window is None"]
     stack = WindowStack(**{name: getattr(side, name) for name in side.__dataclass_fields__})
     config = replace(today, decoder=stack)
-    assert VARIANTS[form].supports(config, "fp32") == ["decoder.num_key_value_heads is 2"]
+    assert VARIANTS[variant].supports(config, "fp32") == ["decoder.num_key_value_heads is 2"]
 
 
 @EVERY
 @pytest.mark.parametrize(
     ("name", "value"), [("positions", "shaw"), ("relative_bias", "kerple"), ("norm", "batch"), ("activation", "tanh")]
 )
-def test_a_value_that_a_variant_does_not_list_is_refused(form: Form, name: str, value: str) -> None:
-    assert VARIANTS[form].supports(with_new_value(name, value), "fp32") == [f"{name} is {value}"]
+def test_a_value_that_a_variant_does_not_list_is_refused(variant: Variant, name: str, value: str) -> None:
+    assert VARIANTS[variant].supports(with_new_value(name, value), "fp32") == [f"{name} is {value}"]
 
 
 UNFIT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
@@ -119,8 +119,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record which variants would be traced; nothing is, because that takes seconds."""
     variants: list[str] = []
 
-    def trace_decoder(model: nn.Module, spec: ModelSpec, form: str, opset: int, **more: bool) -> Any:
-        variants.append(form)
+    def trace_decoder(model: nn.Module, spec: ModelSpec, variant: str, opset: int, **more: bool) -> Any:
+        variants.append(variant)
         raise GraphError("stops here")
 
     monkeypatch.setattr(write, "trace_encoder", lambda *arguments: None)
@@ -136,14 +136,14 @@ def test_other_variants_are_exported_and_the_report_gives_the_reason(
     model, lines = make(), list[str]()
     spec = model_spec(model.config, precision_of(model)) if isinstance(model, tiny.Transformer) else PROTOCOL_SPEC
     with pytest.raises(GraphError, match="stops here"):
-        write_graphs(model, spec, tmp_path, forms=("contrib", "static"), opset=18, report=lines.append)
+        write_graphs(model, spec, tmp_path, variants=("contrib", "static"), opset=18, report=lines.append)
     assert traced == ["static"]
     assert lines[0] == f"the contrib variant does not support this model: {problems[0]}"
 
 
-def refused(model: tiny.Transformer, spec: ModelSpec, folder: Path, *forms: Form) -> str:
+def refused(model: tiny.Transformer, spec: ModelSpec, folder: Path, *variants: Variant) -> str:
     with pytest.raises(GraphError) as caught:
-        write_graphs(model, spec, folder, forms=forms, opset=18)
+        write_graphs(model, spec, folder, variants=variants, opset=18)
     assert not list(folder.iterdir())
     return str(caught.value)
 
@@ -152,7 +152,7 @@ def test_an_export_without_a_supported_variant_is_refused(traced: list[str], tmp
     model = tiny.model(tiny.VARIANTS["t5"], dtype=torch.float16)
     assert refused(model, model_spec(model.config, "fp16"), tmp_path, "contrib") == (
         f"decoder: the contrib variant does not support this model: {' and '.join(UNFIT['everything'][1])}; "
-        "export it with --forms concat,static"
+        "export it with --variants concat,static"
     )
     model = tiny.model(tiny.config(), dtype=torch.float32)
     spec = model_spec(model.config, "fp32")

@@ -285,7 +285,7 @@ def _prepare_bundles(folder: Path) -> None:
         encoder=small, decoder=small, d_model=16, max_source_length=64, source_vocab=388, target_vocab=388
     )
     save_model(tiny.model(config, dtype=torch.float32), folder / "model", tokenizer=DATES / "tokenizer.json")
-    export_bundle(str(folder / "model"), folder / "bundle", ExportConfig(forms=("contrib",)), verify=False)
+    export_bundle(str(folder / "model"), folder / "bundle", ExportConfig(variants=("contrib",)), verify=False)
     bundle = stored.make(folder / "with-engine")
     stored.store(bundle, stored.manifest(bundle))
 

@@ -196,11 +196,11 @@ def shares_of(numbers: dict[str, Any], bandwidth: float) -> dict[str, float]:
     return {setting: 100 * read[setting] / (ms * 1e6) / bandwidth for setting, ms in numbers["step_ms"].items()}
 
 
-def grid(title: str, rows: dict[str, dict[str, float]], form: str) -> list[str]:
+def grid(title: str, rows: dict[str, dict[str, float]], variant: str) -> list[str]:
     if not rows:
         return []
     settings = list(dict.fromkeys(setting for row in rows.values() for setting in row))
-    found = [[name, *(form.format(row[s]) if s in row else "" for s in settings)] for name, row in rows.items()]
+    found = [[name, *(variant.format(row[s]) if s in row else "" for s in settings)] for name, row in rows.items()]
     return ["", f"## {title}", "", *table(["backend", *settings], found)]
 
 

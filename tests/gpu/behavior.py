@@ -106,7 +106,7 @@ def raised(call: Callable[[], object], kind: type[Exception]) -> str:
 
 
 def ties(job: Job) -> None:
-    """Compare both forms in ONNX Runtime CUDA with the CPU if all logits have a few values."""
+    """Compare both variants in ONNX Runtime CUDA with the CPU if all logits have a few values."""
     from tfexport.export.write import write_graphs
     from tfexport.nn.config import model_spec
     from tfexport.runtime.ort.backend import OrtSession
@@ -116,11 +116,11 @@ def ties(job: Job) -> None:
         model, row = planted(vocab, levels=5)
         spec, folder = model_spec(model.config, "fp32"), job.work / f"ties-{vocab}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_graphs(model, spec, folder, forms=("concat", "static"), opset=18, report=print)
+        write_graphs(model, spec, folder, variants=("concat", "static"), opset=18, report=print)
         graphs = {path.stem: path for path in folder.glob("*.onnx")}
-        for form in ("concat", "static"):
-            with job.check(f"{form}, {vocab} tokens") as numbers:
-                batch = OrtSession(Graphs(graphs, spec), form, device="cuda").batch()
+        for variant in ("concat", "static"):
+            with job.check(f"{variant}, {vocab} tokens") as numbers:
+                batch = OrtSession(Graphs(graphs, spec), variant, device="cuda").batch()
                 batch.add(*sources(tiny.config()), [[1]] * 4)
                 numbers["last ties as on the CPU"] = ", ".join(
                     str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.bundle.manifest import ENGINES
-from tfexport.contract import Form
+from tfexport.contract import Variant
 from tfexport.errors import TfexportError
 from tfexport.export.config import ExportConfig
 from tfexport.precision import Precision
@@ -57,22 +57,24 @@ class Job:
         path = self.work / "bundles" / f"{source}-{precision}"
         if not path.exists():
             model = str(DATES) if source == "dates" else f"preset:{source}"
-            config = ExportConfig(precision=precision, forms=("concat", "static"))  # those that run on a GPU
+            config = ExportConfig(precision=precision, variants=("concat", "static"))  # those that run on a GPU
             export_bundle(model, path, config, verify=False)
         return path
 
-    def engine(self, bundle: Path, target: Target, form: Form | None, precision: Precision, **more: Any) -> str | None:
+    def engine(
+        self, bundle: Path, target: Target, variant: Variant | None, precision: Precision, **more: Any
+    ) -> str | None:
         """Return the name of an engine in a bundle, built if no part has done so; None if it cannot be built."""
         from tfexport.tensorrt.config import engine_key
         from tfexport.tensorrt.pipeline import build_engines, resolve_build
 
         settings = ", ".join(f"{name} {value}" for name, value in more.items())
-        what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, settings) if part)
+        what = " ".join(part for part in ("build", bundle.name, variant or "encoder", precision, settings) if part)
         if target == "tensorrt":
             timings = self.work / "timings"
             timings.mkdir(exist_ok=True)
             more["timing_cache"] = str(timings)
-        config = EngineConfig(target=target, form=form, precision=precision, **more)
+        config = EngineConfig(target=target, variant=variant, precision=precision, **more)
         found: list[str] = []
         with self.check(what) as numbers:
             key = engine_key(resolve_build(bundle, config).config)

@@ -94,10 +94,10 @@ def double_latency(job: Job, cuda: Callable[[], Any] = WatchedCuda, engine: type
 
 def ort_latency(job: Job, device: Device = "cuda") -> None:
     for precision in PRECISIONS:
-        for form in ("static", "concat"):
-            with job.check(f"ort {device} {form} {precision}") as numbers:
+        for variant in ("static", "concat"):
+            with job.check(f"ort {device} {variant} {precision}") as numbers:
                 path = job.bundle(MEASURED, precision)
-                session = open_session(open_bundle(path), LoadOptions(backend="ort", form=form, device=device))
+                session = open_session(open_bundle(path), LoadOptions(backend="ort", variant=variant, device=device))
                 report(session, weight_bytes(path, precision), numbers)
                 session.close()
 

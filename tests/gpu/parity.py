@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.gpu.job import Job
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import Form
+from tfexport.contract import Variant
 from tfexport.errors import EngineError
 from tfexport.model.load import load
 from tfexport.precision import Precision
@@ -18,7 +18,7 @@ from tfexport.verify import Report, VerifyConfig, verify_bundle
 PRESETS = ("tiny", "paper-base", "notebook-000", "notebook-001", "notebook-002", "notebook-003", "notebook-004")
 ENCODER_ALONE = "notebook-002"
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
-FORMS: tuple[Form, ...] = ("static", "concat")
+VARIANTS: tuple[Variant, ...] = ("static", "concat")
 TEXTS = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989", "2026年3月3日火曜日"]
 
 
@@ -59,12 +59,12 @@ def library_takes(plan: bytes) -> str:
 
 
 def dates(job: Job, target: Target) -> None:
-    """The trained model in both forms and all precisions, on random input and in words."""
+    """The trained model in both variants and all precisions, on random input and in words."""
     bundle = job.bundle("dates")
-    for form, precision in itertools.product(FORMS, PRECISIONS):
-        name = parity(job, target, "dates", form, precision, samples=64)
+    for variant, precision in itertools.product(VARIANTS, PRECISIONS):
+        name = parity(job, target, "dates", variant, precision, samples=64)
         if name:
-            with job.check(f"dates in words, {form} {precision}") as numbers:
+            with job.check(f"dates in words, {variant} {precision}") as numbers:
                 numbers["texts"] = "; ".join(read_dates(bundle, backend="trt", engine=name))
 
 
@@ -79,28 +79,30 @@ def weights(job: Job, target: Target) -> None:
 
 
 def presets(job: Job, target: Target) -> None:
-    """Random presets: every one in the static form first, in fp32 before half precision."""
-    for form in FORMS:
+    """Random presets: every one in the static variant first, in fp32 before half precision."""
+    for variant in VARIANTS:
         for precision in PRECISIONS:
             for name in PRESETS:
                 if name != ENCODER_ALONE:
-                    parity(job, target, name, form, precision, samples=16)
-                elif form == "static":
+                    parity(job, target, name, variant, precision, samples=16)
+                elif variant == "static":
                     parity(job, target, name, None, precision, samples=16)
 
 
-def parity(job: Job, target: Target, source: str, form: Form | None, precision: Precision, samples: int) -> str | None:
+def parity(
+    job: Job, target: Target, source: str, variant: Variant | None, precision: Precision, samples: int
+) -> str | None:
     """Build engines and compare them with PyTorch; return their name."""
     bundle = job.bundle(source)
-    name = job.engine(bundle, target, form, precision)
+    name = job.engine(bundle, target, variant, precision)
     if name:
-        with job.check(f"{source} {form or 'encoder'} {precision}") as numbers:
+        with job.check(f"{source} {variant or 'encoder'} {precision}") as numbers:
             judge(verify_bundle(bundle, backend="trt", engine=name, config=VerifyConfig(samples=samples)), numbers)
     return name
 
 
 def ort_cuda(job: Job) -> None:
-    """The trained model on ONNX Runtime CUDA, both forms."""
+    """The trained model on ONNX Runtime CUDA, both variants."""
     for precision in PRECISIONS:
         ort_parity(job, "dates", precision)
     with job.check("dates in words") as numbers:
@@ -108,7 +110,7 @@ def ort_cuda(job: Job) -> None:
 
 
 def ort_presets(job: Job) -> None:
-    """Random presets on ONNX Runtime CUDA, both forms."""
+    """Random presets on ONNX Runtime CUDA, both variants."""
     for precision in PRECISIONS[:2]:
         for name in PRESETS:
             ort_parity(job, name, precision)

@@ -62,7 +62,7 @@ PARTS: tuple[Part, ...] = (
     Part("compile-latency", "latency.compiled", "PyTorch torch.compile: milliseconds a step", 180, ("torch-cuda",)),
     Part("primitives", "primitives.primitives", "bandwidth, replays, top-k, small copies", 60, ("torch-cuda",)),
     Part("rtx-accepts", "parity.rtx_accepts", "TensorRT-RTX: GPU support", 90, ("gpu", "rtx-library")),
-    *_on_both("parity.dates", "models/dates against PyTorch, both forms, fp32, fp16 and bf16", 200),
+    *_on_both("parity.dates", "models/dates against PyTorch, both variants, fp32, fp16 and bf16", 200),
     Part("ort-cuda", "parity.ort_cuda", "ONNX Runtime CUDA: models/dates against PyTorch", 120, ("ort-cuda",)),
     *_on_both("latency.latency", "milliseconds a step, with CUDA graphs and without", 180),
     Part("ort-latency", "latency.ort_latency", "ONNX Runtime CUDA: milliseconds a step", 180, ("ort-cuda",)),
@@ -79,7 +79,7 @@ PARTS: tuple[Part, ...] = (
     Part("ort-presets", "parity.ort_presets", "ONNX Runtime CUDA: random presets against PyTorch", 120, ("ort-cuda",)),
     Part("ort-ties", "behavior.ties", "ONNX Runtime CUDA: equal logits in order of id", 60, ("ort-cuda",)),
     # Some forty builds, as many as the time allows, so they come last.
-    *_on_both("parity.presets", "random presets against PyTorch, both forms, fp32, fp16 and bf16", 3600),
+    *_on_both("parity.presets", "random presets against PyTorch, both variants, fp32, fp16 and bf16", 3600),
 )
 
 

@@ -215,7 +215,9 @@ def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.
 def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodes, "NEW_TOKENS", 6)
     bundle = open_bundle(dates_bundle)
-    opened = [open_session(bundle, LoadOptions(backend="ort", form=form, threads=1)) for form in ("static", "concat")]
+    opened = [
+        open_session(bundle, LoadOptions(backend="ort", variant=variant, threads=1)) for variant in ("static", "concat")
+    ]
     behavior.together(opened)
     calls = itertools.count()
     monkeypatch.setattr(behavior, "hypotheses", lambda *task: next(calls) > 6)

@@ -30,13 +30,13 @@ from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session import test_batch, test_decode, test_session
 from tests.tensorrt.session.conftest import Model
 from tests.tensorrt.session.trt_double import LIBRARY, DoubleSession, make_engines, trt_session
-from tfexport.contract import Form
+from tfexport.contract import Variant
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.session.session import TrtSession
 
-FORMS: tuple[Form, ...] = ("static", "concat")
+VARIANTS: tuple[Variant, ...] = ("static", "concat")
 # Memory that stays allocated between sessions, for the code of kernels.
 SLACK_BYTES = 16 << 20
 
@@ -80,16 +80,16 @@ class PlacedModel(Model):
         super().__init__(bundle)
         self.place = place
 
-    def trt(self, form: Form = "static", **options: Any) -> DoubleSession:
-        return super().trt(form, **{"kind": self.place.engine, "cuda": self.place.cuda(), **options})
+    def trt(self, variant: Variant = "static", **options: Any) -> DoubleSession:
+        return super().trt(variant, **{"kind": self.place.engine, "cuda": self.place.cuda(), **options})
 
     def tokens(self, session: Any, **options: Any) -> list[list[tuple[int, ...]]]:
         config = DecodeConfig(**options)
         return [[each.token_ids for each in text] for text in decode(session, self.sources, config, batch_size=7)]
 
 
-def decodes(dates: PlacedModel, form: Form) -> None:
-    expected, session = test_decode.dates_ort(dates, form), dates.trt(form, max_batch=32)
+def decodes(dates: PlacedModel, variant: Variant) -> None:
+    expected, session = test_decode.dates_ort(dates, variant), dates.trt(variant, max_batch=32)
     for name, options in test_decode.OPTIONS.items():
         assert dates.tokens(session, **options) == dates.tokens(expected, **options), name
     session.close()
@@ -143,8 +143,8 @@ def overlap(dates: PlacedModel) -> None:
 
 
 def beams(dates: PlacedModel) -> None:
-    for form in FORMS:
-        test_batch.test_beams_branch_while_sources_join_and_leave(dates, form, 3, 0)
+    for variant in VARIANTS:
+        test_batch.test_beams_branch_while_sources_join_and_leave(dates, variant, 3, 0)
 
 
 def failed_capture(dates: PlacedModel) -> None:
@@ -204,14 +204,14 @@ def leftovers(dates: PlacedModel) -> None:
 
 
 CHECKS: dict[str, Callable[[PlacedModel], None]] = {
-    "decodes, static": functools.partial(decodes, form="static"),
+    "decodes, static": functools.partial(decodes, variant="static"),
     "replays": replays,
     "overlapped steps are dropped": overlap,
     "a capture that fails": failed_capture,
     "sources join and leave": joins,
     "NaN in free slots": poison,
     "beams branch": beams,
-    "decodes, concat": functools.partial(decodes, form="concat"),
+    "decodes, concat": functools.partial(decodes, variant="concat"),
     "threads": threads,
     "memory": memory,
     "former batches": leftovers,
@@ -244,10 +244,10 @@ def check_contract(session: Any, model: Any) -> None:
     contract.test_limits(session, model)
 
 
-def contract_session(place: Place, form: Form, once: Once) -> tuple[Any, Any]:
+def contract_session(place: Place, variant: Variant, once: Once) -> tuple[Any, Any]:
     model = tiny.model(tiny.VARIANTS["mixed"], dtype=torch.float32)
     graphs, spec = exported(model, once)
-    return trt_session(graphs, spec, form, cuda=place.cuda(), kind=place.engine), model
+    return trt_session(graphs, spec, variant, cuda=place.cuda(), kind=place.engine), model
 
 
 # The tests of the session cover the others with ONNX Runtime.
@@ -261,9 +261,9 @@ def test_on_the_host(name: str, dates_bundle: Path) -> None:
     CHECKS[name](PlacedModel(dates_bundle, HOST))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_contract_on_the_host(form: Form, once: Once) -> None:
-    check_contract(*contract_session(HOST, form, once))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_contract_on_the_host(variant: Variant, once: Once) -> None:
+    check_contract(*contract_session(HOST, variant, once))
 
 
 def engine_double(job: Job) -> None:
@@ -278,6 +278,6 @@ def engine_double(job: Job) -> None:
             make(path)
         return path
 
-    for form in FORMS:
-        with job.check(f"contract, {form}"):
-            check_contract(*contract_session(GPU, form, once))
+    for variant in VARIANTS:
+        with job.check(f"contract, {variant}"):
+            check_contract(*contract_session(GPU, variant, once))

@@ -14,11 +14,11 @@ from tests import tiny
 from tests.gpu.torch_graph import TorchGraph
 from tests.runtime.exported import Once, exported
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import DECODER, ENCODER, Form, GraphSpec, ModelSpec, decoder_graph, encoder_graph
+from tfexport.contract import DECODER, ENCODER, GraphSpec, ModelSpec, Variant, decoder_graph, encoder_graph
 
 Arrays = dict[str, np.ndarray]
 Graphs = tuple[dict[str, Path], ModelSpec]
-FORMS: tuple[Form, ...] = ("static", "concat")
+VARIANTS: tuple[Variant, ...] = ("static", "concat")
 # Slots, rows of each, tokens of the target, tokens in the cache, candidates.
 PREFILL, STEP, BEAMS = (3, 1, 4, 0, 1), (3, 1, 1, 5, 4), (2, 3, 1, 7, 8)
 ATOL = {"fp32": 5e-5, "fp16": 2e-2}
@@ -46,9 +46,9 @@ def random_source(spec: ModelSpec, batch: int, rng: np.random.Generator) -> Arra
 
 
 def random_step(
-    spec: ModelSpec, form: Form, cross: Arrays, mask: np.ndarray, sizes: tuple[int, ...], rng: np.random.Generator
+    spec: ModelSpec, variant: Variant, cross: Arrays, mask: np.ndarray, sizes: tuple[int, ...], rng: np.random.Generator
 ) -> Arrays:
-    """Draw a step: rows stand at different places in the static form; what is behind them is anything."""
+    """Draw a step: rows stand at different places in the static variant; what is behind them is anything."""
     batch, width, target_len, past_len, num_candidates = sizes
     rows, capacity = batch * width, spec.max_target_length
     feed: Arrays = {
@@ -58,38 +58,38 @@ def random_step(
         **cross,
     }
     for name, value in cross.items():
-        shape = (rows, spec.cache_heads, past_len if form == "concat" else capacity, value.shape[-1])
+        shape = (rows, spec.cache_heads, past_len if variant == "concat" else capacity, value.shape[-1])
         feed[name.replace("cross", "past")] = rng.normal(size=shape).astype(value.dtype)
-    if form == "static":
+    if variant == "static":
         feed["cache_lengths"] = np.arange(rows) % (past_len + 1)
     return feed
 
 
-def check_model(graphs: dict[str, Path], spec: ModelSpec, form: Form) -> None:
+def check_model(graphs: dict[str, Path], spec: ModelSpec, variant: Variant) -> None:
     """Compare the encoder, and a decoder in all kinds of steps."""
     rng, atol = np.random.default_rng(0), ATOL[spec.precision]
     for sizes in (PREFILL, STEP, BEAMS):
         source = random_source(spec, sizes[0], rng)
         cross = compare(graphs[ENCODER], encoder_graph(spec), source, atol)
-        feed = random_step(spec, form, cross, source["source_mask"], sizes, rng)
-        found = compare(graphs[DECODER[form]], decoder_graph(spec, form), feed, atol)
+        feed = random_step(spec, variant, cross, source["source_mask"], sizes, rng)
+        found = compare(graphs[DECODER[variant]], decoder_graph(spec, variant), feed, atol)
         taken = np.take_along_axis(found["logits"], found["candidate_ids"], 1)
         np.testing.assert_array_equal(taken, found["candidate_logits"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["mixed", "t5"])  # "mixed" is the one that runs on a GPU
-def test_graphs_of_random_models(name: str, form: Form, once: Once) -> None:
+def test_graphs_of_random_models(name: str, variant: Variant, once: Once) -> None:
     graphs, spec = exported(tiny.model(tiny.VARIANTS[name], dtype=torch.float32), once)
-    check_model(graphs, spec, form)
+    check_model(graphs, spec, variant)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fixture", ["dates_bundle", "dates_fp16"])
-def test_graphs_of_the_trained_model(request: pytest.FixtureRequest, fixture: str, form: Form) -> None:
+def test_graphs_of_the_trained_model(request: pytest.FixtureRequest, fixture: str, variant: Variant) -> None:
     bundle = open_bundle(request.getfixturevalue(fixture))
     graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
-    check_model(graphs, bundle.manifest.spec, form)
+    check_model(graphs, bundle.manifest.spec, variant)
 
 
 def test_shapes_stay_on_the_host(once: Callable[[str, Callable[[Path], object]], Path]) -> None:
@@ -104,9 +104,9 @@ def test_shapes_stay_on_the_host(once: Callable[[str, Callable[[Path], object]],
 
     cross = TorchGraph(graphs[ENCODER], "meta").run(on_meta(source))
     shapes = {name: np.zeros(value.shape, np.float32) for name, value in cross.items()}
-    for form in FORMS:
+    for variant in VARIANTS:
         for sizes in (PREFILL, STEP):
-            feed = random_step(spec, form, shapes, source["source_mask"], sizes, rng)
-            found = TorchGraph(graphs[DECODER[form]], "meta").run(on_meta(feed))
+            feed = random_step(spec, variant, shapes, source["source_mask"], sizes, rng)
+            found = TorchGraph(graphs[DECODER[variant]], "meta").run(on_meta(feed))
             assert all(tensor.is_meta for tensor in found.values())
             assert found["candidate_ids"].shape == (3, sizes[-1])

@@ -104,7 +104,7 @@ def import_(user: User, output: Path, reference: str, *more: object, code: int =
 
 
 def export(model: Path, bundle: Path, *more: object, code: int = 0) -> Result:
-    return ran("onnx", model, "--output", bundle, "--forms", "concat", *more, code=code)
+    return ran("onnx", model, "--output", bundle, "--variants", "concat", *more, code=code)
 
 
 def equal(user: User, bundle: Path) -> int:

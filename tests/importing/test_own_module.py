@@ -38,13 +38,13 @@ def made(*arguments: object) -> Callable[[Path], None]:
 @pytest.fixture(scope="session")
 def bundle(once: Once) -> Path:
     """The rotary model, verified by its export; not to be changed."""
-    return once("stranger-modern", made(f"{MODERN}:make", "--forms", "contrib"))
+    return once("stranger-modern", made(f"{MODERN}:make", "--variants", "contrib"))
 
 
 @pytest.fixture(scope="session")
 def translator(once: Once) -> Path:
     """The tutorial's model with two tokenizers; not to be changed."""
-    return once("stranger-tutorial", made(f"{TUTORIAL}:make", "--forms", "static"))
+    return once("stranger-tutorial", made(f"{TUTORIAL}:make", "--variants", "static"))
 
 
 def greedy(forward: Callable[..., torch.Tensor], source: Sequence[int], longest: int = 9) -> list[int]:
@@ -178,9 +178,9 @@ def test_lengths_are_limited_by_the_module_s_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "form"), [("fp16", "static"), ("int8", "concat"), ("int4", "contrib")])
-def test_narrower_weights_are_verified_against_the_module(precision: str, form: str, tmp_path: Path) -> None:
-    done = run("onnx", f"{MODERN}:steady", "--output", tmp_path / "b", "--precision", precision, "--forms", form)
+@pytest.mark.parametrize(("precision", "variant"), [("fp16", "static"), ("int8", "concat"), ("int4", "contrib")])
+def test_narrower_weights_are_verified_against_the_module(precision: str, variant: str, tmp_path: Path) -> None:
+    done = run("onnx", f"{MODERN}:steady", "--output", tmp_path / "b", "--precision", precision, "--variants", variant)
     assert done.exit_code == 0, done.output
     assert f"encoder-decoder, {precision}, 4 recorded texts\nproven: " in done.stdout
     ran("verify", tmp_path / "b", "--against", f"{MODERN}:steady", "--samples", 4)
@@ -190,7 +190,7 @@ def test_narrower_weights_are_verified_against_the_module(precision: str, form: 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_engines_are_built(precision: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
-    done = run("onnx", f"{MODERN}:make", "--output", tmp_path / "b", "--precision", precision, "--forms", "static")
+    done = run("onnx", f"{MODERN}:make", "--output", tmp_path / "b", "--precision", precision, "--variants", "static")
     assert done.exit_code == 0, done.output
     gpu = ("--target", "tensorrt-rtx", "--compute-capability", "8.9", "--max-batch", 2)
     built = run("trt", tmp_path / "b", *gpu)

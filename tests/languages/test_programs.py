@@ -37,7 +37,7 @@ def int8(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def concat(once: Once) -> Path:
-    return once("dates-concat", lambda path: export(path, forms=("concat",)))
+    return once("dates-concat", lambda path: export(path, variants=("concat",)))
 
 
 def export(path: Path, source: Path = DATES, **config: Any) -> None:
@@ -75,7 +75,7 @@ def unmarked(once: Once) -> Path:
         shutil.copytree(DATES, model)
         data = json.loads((model / "tokenizer.json").read_text())
         (model / "tokenizer.json").write_text(json.dumps({**data, "added_tokens": []}))
-        export(path, model, forms=("contrib",))
+        export(path, model, variants=("contrib",))
 
     return once("unmarked", make)
 

@@ -10,7 +10,7 @@ import pytest
 
 import tfexport
 from tests.conftest import DATES
-from tfexport.contract import Form
+from tfexport.contract import Variant
 from tfexport.model.model import Model
 
 Rows = list[list[str]]
@@ -58,12 +58,12 @@ def test_text_depends_neither_on_batch_mates_nor_on_padding(model: Model, held_o
     assert [result.text for result in model.generate(texts, batch_size=64)] == alone
 
 
-def test_beams_and_all_forms_read_the_same_dates(model: Model, dates_bundle: Path, held_out: Rows) -> None:
+def test_beams_and_all_variants_read_the_same_dates(model: Model, dates_bundle: Path, held_out: Rows) -> None:
     texts = [text for text, *_ in held_out[::10]]
     greedy = [result.token_ids for result in model.generate(texts)]
     beams = [result.token_ids for result in model.generate(texts, num_beams=4)]
-    for form in get_args(Form):
-        with tfexport.load(dates_bundle, backend="ort", form=form, threads=1) as loaded:
+    for variant in get_args(Variant):
+        with tfexport.load(dates_bundle, backend="ort", variant=variant, threads=1) as loaded:
             assert [result.token_ids for result in loaded.generate(texts)] == greedy
             assert [result.token_ids for result in loaded.generate(texts, num_beams=4)] == beams
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests import tiny
-from tfexport.contract import WEIGHTS, AlignmentHeads, Form, ModelSpec
+from tfexport.contract import WEIGHTS, AlignmentHeads, ModelSpec, Variant
 from tfexport.export import export_bundle
 from tfexport.export._weights import write_weights
 from tfexport.export.config import ExportConfig
@@ -67,7 +67,7 @@ def _seeded(model: Transformer, spec: ModelSpec, once: Once) -> Path:
 
     def make(path: Path) -> None:
         path.mkdir()
-        write_graphs(model, spec, path, forms=("concat", "static", "contrib"), opset=18, report=lambda line: None)
+        write_graphs(model, spec, path, variants=("concat", "static", "contrib"), opset=18, report=lambda line: None)
 
     return once(f"graphs-{digest(model)}", make)
 
@@ -79,9 +79,9 @@ def digest(model: Transformer) -> str:
     return found.hexdigest()[:16]
 
 
-def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> OrtSession:
+def ort_session(model: Transformer, variant: Variant, once: Once, *, host_caches: bool = True) -> OrtSession:
     graphs, spec = exported(model, once)
-    return OrtSession(Graphs(graphs, spec), form if spec.has_decoder else None, threads=1, host_caches=host_caches)
+    return OrtSession(Graphs(graphs, spec), variant if spec.has_decoder else None, threads=1, host_caches=host_caches)
 
 
 def sources(config: TransformerConfig, lengths: tuple[int, ...] = (9, 4, 1, 6), seed: int = 0) -> tuple[Ids, Mask]:

@@ -16,7 +16,7 @@ from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.toy import ToySession
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.trt_double import trt_session
-from tfexport.contract import DECODER, Form
+from tfexport.contract import DECODER, Variant
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, InputError
 from tfexport.export.decoders.contrib import CONTRIB
@@ -37,9 +37,9 @@ def contrib_session(model: Transformer, once: Once) -> Session:
     return OrtSession(Graphs(graphs, spec), "contrib" if spec.has_decoder else None, threads=1)
 
 
-def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:
+def engine_session(model: Transformer, variant: Variant, once: Once, *, prompt: bool = False) -> Session:
     graphs, spec = exported(model, once)
-    return trt_session(graphs, spec, form if spec.has_decoder else None, cuda=CudaDouble(prompt=prompt))
+    return trt_session(graphs, spec, variant if spec.has_decoder else None, cuda=CudaDouble(prompt=prompt))
 
 
 # A new backend is one line here.

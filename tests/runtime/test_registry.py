@@ -15,7 +15,7 @@ from tests.runtime.toy import TOY
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.run import check_parity, measure
 from tfexport.bundle.bundle import open_bundle as read_bundle
-from tfexport.contract import Device, Form
+from tfexport.contract import Device, Variant
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
@@ -111,27 +111,27 @@ def test_auto_takes_the_first_that_is_installed_and_can_run_the_bundle(
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Form | None]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Variant | None]:
     """Record the variants that are opened; the graphs of these bundles are placeholders."""
-    forms: list[Form | None] = []
-    monkeypatch.setattr(ort, "OrtSession", lambda graphs, form, *more: forms.append(form))
-    return forms
+    variants: list[Variant | None] = []
+    monkeypatch.setattr(ort, "OrtSession", lambda graphs, variant, *more: variants.append(variant))
+    return variants
 
 
 @pytest.fixture
 def without_static(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate a GPU without kernels for the static variant."""
 
-    def refuse_static(graphs: Any, form: Form | None, *more: Any) -> str:
-        if form == "static":
+    def refuse_static(graphs: Any, variant: Variant | None, *more: Any) -> str:
+        if variant == "static":
             raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
-        return f"opened {form}"
+        return f"opened {variant}"
 
     monkeypatch.setattr(ort, "OrtSession", refuse_static)
 
 
 @pytest.mark.parametrize(
-    ("graphs", "device", "form"),
+    ("graphs", "device", "variant"),
     [
         (GRAPHS, "cpu", "contrib"),
         (GRAPHS, "cuda", "static"),
@@ -140,16 +140,16 @@ def without_static(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_fastest_variant_of_bundle_and_device_is_opened(
-    graphs: Any, device: Device, form: Form, tmp_path: Path, opened: list[Form | None]
+    graphs: Any, device: Device, variant: Variant, tmp_path: Path, opened: list[Variant | None]
 ) -> None:
     bundle, options = make_contrib(tmp_path / "b", graphs), LoadOptions(backend="ort", threads=1, device=device)
     open_session(bundle, options)
-    assert opened == [form]
+    assert opened == [variant]
     if graphs is GRAPHS:
         variants = ("concat", "static", "contrib") if device == "cpu" else ("concat", "static")
-        stages = [f"ort {form}" + ("" if device == "cpu" else " cuda") for form in variants]
+        stages = [f"ort {variant}" + ("" if device == "cpu" else " cuda") for variant in variants]
         assert [stage for stage, _ in ort.parity_sessions(Graphs.of(bundle), options)] == stages
-        assert opened == [form, *variants]
+        assert opened == [variant, *variants]
 
 
 @pytest.mark.usefixtures("without_static")
@@ -167,7 +167,7 @@ def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
     assert verified == "ort: decoder_static.onnx: no kernel for Cast; does not verify the static decoder variant"
     # A requested variant is never replaced.
     with pytest.raises(PlacementError, match="no kernel for Cast"):
-        open_session(bundle, dataclasses.replace(options, form="static"))
+        open_session(bundle, dataclasses.replace(options, variant="static"))
     alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
     with pytest.raises(PlacementError, match="no kernel for Cast"):
         open_session(alone, options)
@@ -175,19 +175,19 @@ def test_concat_is_opened_with_a_warning_if_static_has_no_kernels(
         list(ort.parity_sessions(Graphs.of(alone), options))
 
 
-def test_a_bundle_without_contrib_runs_static(tmp_path: Path, opened: list[Form | None]) -> None:
+def test_a_bundle_without_contrib_runs_static(tmp_path: Path, opened: list[Variant | None]) -> None:
     bundle = make(tmp_path / "b")
     open_session(bundle, LoadOptions(backend="ort", threads=1))
     assert opened == ["static"]
     with pytest.raises(
-        BundleError, match="has no decoder variant contrib; export it with --forms concat,static,contrib"
+        BundleError, match="has no decoder variant contrib; export it with --variants concat,static,contrib"
     ):
-        open_session(bundle, LoadOptions(backend="ort", threads=1, form="contrib"))
+        open_session(bundle, LoadOptions(backend="ort", threads=1, variant="contrib"))
 
 
 def test_contrib_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
     bundle = make_contrib(tmp_path / "b", ENCODER)
-    refusal = "has only the decoder variant contrib, which runs on the CPU; for device cuda export it with --forms"
+    refusal = "has only the decoder variant contrib, which runs on the CPU; for device cuda export it with --variants"
     with pytest.raises(BundleError, match=refusal):
         open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda"))
     with pytest.raises(BundleError, match=refusal):
@@ -195,4 +195,4 @@ def test_contrib_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(
         BackendError, match="decoder variant contrib runs on the CPU only; for device cuda leave it out"
     ):
-        open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", form="contrib"))
+        open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", variant="contrib"))

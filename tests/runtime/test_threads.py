@@ -12,7 +12,7 @@ import tfexport
 from tfexport import ConfigError
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.bundle import open_bundle as read_bundle
-from tfexport.contract import WEIGHTS, Form
+from tfexport.contract import WEIGHTS, Variant
 from tfexport.runtime.cpu import ONE_THREAD_BELOW, Threads, available_cores, choose_threads
 
 CORES = available_cores()
@@ -40,10 +40,10 @@ def test_none_leaves_it_to_onnx_runtime(dates_bundle: Path) -> None:
         assert model.session._graphs.decoder.get_session_options().intra_op_num_threads == 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("form", ["concat", "static", "contrib"])
-def test_every_form_runs_with_what_was_chosen(dates_bundle: Path, form: Form) -> None:
+@pytest.mark.parametrize("variant", ["concat", "static", "contrib"])
+def test_every_variant_runs_with_what_was_chosen(dates_bundle: Path, variant: Variant) -> None:
     for options, wanted in (({}, Threads(CORES, 1)), ({"threads": 3}, Threads(3, 3))):
-        with tfexport.load(dates_bundle, form=form, **options) as model:  # type: ignore[arg-type]
+        with tfexport.load(dates_bundle, variant=variant, **options) as model:  # type: ignore[arg-type]
             assert model.threads == wanted
             graphs: Any = model.session._graphs  # type: ignore[attr-defined]
             taken = [graph.get_session_options().intra_op_num_threads for graph in (graphs.encoder, graphs.decoder)]

@@ -138,7 +138,10 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 )
 def test_an_image_starts_the_server_on_all_addresses(name: str, extra: str, device: str) -> None:
     found = instructions(FILES / name)
-    assert {kind for kind, _ in found} <= {*"ARG FROM WORKDIR COPY RUN ENV USER EXPOSE STOPSIGNAL".split(), *EXEC_FORMS}
+    assert {kind for kind, _ in found} <= {
+        *"ARG FROM WORKDIR COPY RUN ENV USER EXPOSE STOPSIGNAL".split(),
+        *EXEC_FORMS,
+    }
     last = dict(found)  # of each instruction the last
     program, command, *arguments = json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"])
     given = served(arguments)

@@ -134,9 +134,9 @@ async def compare_all(
 
 
 BACKENDS: dict[str, dict[str, Any]] = {
-    "contrib": {"backend": "ort", "form": "contrib"},
-    "static": {"backend": "ort", "form": "static"},
-    "concat": {"backend": "ort", "form": "concat"},
+    "contrib": {"backend": "ort", "variant": "contrib"},
+    "static": {"backend": "ort", "variant": "static"},
+    "concat": {"backend": "ort", "variant": "concat"},
     "eager": {"backend": "eager"},
 }
 

@@ -56,8 +56,8 @@ def engines(**changes: Any) -> Callable[..., Session]:
 
     def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         assert options == LoadOptions()
-        form = "static" if bundle.manifest.spec.has_decoder else None
-        return trt_session(dict(Graphs.of(bundle).paths), bundle.manifest.spec, form, **changes)
+        variant = "static" if bundle.manifest.spec.has_decoder else None
+        return trt_session(dict(Graphs.of(bundle).paths), bundle.manifest.spec, variant, **changes)
 
     return open_bundle
 

@@ -40,7 +40,7 @@ FEW = VerifyConfig(samples=8)
 
 @pytest.fixture(scope="session")
 def bundle(variant: Callable[[str], Path]) -> Path:
-    """The plainest variant in all forms; not to be changed."""
+    """The plainest variant in all variants; not to be changed."""
     return variant("post")
 
 
@@ -324,7 +324,7 @@ def short(tmp_path: Path) -> Path:
 
 
 def test_an_fp16_bundle_is_measured_against_its_original(short: Path, tmp_path: Path) -> None:
-    export_bundle(str(short), tmp_path / "b", ExportConfig(precision="fp16", forms=("concat",)), verify=False)
+    export_bundle(str(short), tmp_path / "b", ExportConfig(precision="fp16", variants=("concat",)), verify=False)
     result = verify(tmp_path / "b", "--against", short, "--samples", FEW.samples, "--json")
     report = strict_json(result.stdout)
     assert (result.exit_code, report["passed"], report["reference"]) == (0, True, "the eager model")
@@ -352,6 +352,6 @@ def test_against_another_model(changes: dict[str, Any], code: int, message: str,
 
 def test_a_longer_original_is_the_same_model(short: Path, tmp_path: Path) -> None:
     """A bundle may take less than the model that it was made from."""
-    config = ExportConfig(forms=("concat",), max_source_length=10, max_target_length=8)
+    config = ExportConfig(variants=("concat",), max_source_length=10, max_target_length=8)
     export_bundle(str(short), tmp_path / "b", config, verify=False)
     assert verify(tmp_path / "b", "--against", short, "--samples", 4).exit_code == 0

@@ -16,7 +16,7 @@ from tfexport.bench.show import grid, number
 from tfexport.errors import BenchError, ConfigError, raise_all, shortened
 
 MAX_BYTES = 16 * 1024 * 1024
-_SETTINGS = "backend device form engine batch_size source_length target_length num_beams rate input"
+_SETTINGS = "backend device variant engine batch_size source_length target_length num_beams rate input"
 # Two reports must agree in these fields, unless --vary names them.
 FIELDS: dict[str, tuple[Any, ...]] = {
     "bundle": ("bundle", "sha256"),
@@ -84,6 +84,8 @@ def read_result(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         got = shortened(data.get("schema") if isinstance(data, dict) else data)
         raise BenchError(f"{path}: schema is {got}, expected {SCHEMA!r}; measure again with this version")
+    if isinstance(settings := data.get("settings"), dict) and "form" in settings:  # a report of an earlier version
+        settings["variant"] = settings.pop("form")
     return data
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from tfexport.config import Config, Count, Ge, Help, Le
-from tfexport.contract import Device, Form, ModelSpec
+from tfexport.contract import Device, ModelSpec, Variant
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.cpu import MAX_THREADS
@@ -40,7 +40,7 @@ class Cell:
     target_length: int | None  # exact number of new tokens; None to decode until the end of the text
 
 
-class BenchConfig(Config, subject="bench"):
+class BenchConfig(Config, subject="bench", former={"form": "variant"}):
     """Settings of a measurement; `resolve` fills in empty sizes and the duration.
 
     The fields without a help text are options of `tfexport.load`.
@@ -51,7 +51,7 @@ class BenchConfig(Config, subject="bench"):
     ] = "single"
     backend: str = AUTO
     device: Device = "cpu"
-    form: Form | None = None
+    variant: Variant | None = None
     threads: Annotated[int, Ge(1), Le(MAX_THREADS)] | Literal["auto"] = AUTO
     engine: str | None = None
     trusted_keys: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class BenchConfig(Config, subject="bench"):
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             problems.append(f"url is {shortened(self.url)}, expected an address such as http://127.0.0.1:8000")
-        return [*problems, *self._unused("form", "threads", "engine", "slots", why="not valid with --url")]
+        return [*problems, *self._unused("variant", "threads", "engine", "slots", why="not valid with --url")]
 
     def _unused(self, *fields: str, why: str) -> list[str]:
         return [f"{name} is {why}; omit it" for name in fields if getattr(self, name) not in (None, AUTO)]
@@ -110,7 +110,7 @@ class BenchConfig(Config, subject="bench"):
     @property
     def load_options(self) -> dict[str, Any]:
         """Keyword arguments of `tfexport.load`."""
-        options = {name: getattr(self, name) for name in ("backend", "form", "threads", "device", "engine")}
+        options = {name: getattr(self, name) for name in ("backend", "variant", "threads", "device", "engine")}
         return {**options, "trusted_keys": self.trusted_keys or None}
 
     def decoding(self, cell: Cell) -> DecodeConfig:

@@ -96,7 +96,7 @@ def check_parity(
     summary = bundle.manifest.parity
     if summary is not None and not summary["passed"]:
         raise ParityError(f"{bundle.path}: its export failed the parity checks; export it again")
-    options = registry.LoadOptions(form=config.form, device=config.device, engine=config.engine)
+    options = registry.LoadOptions(variant=config.variant, device=config.device, engine=config.engine)
     backend = registry.choose(bundle, options) if config.backend == AUTO else registry.get(config.backend)
     exported_on, compared = registry.comparable()[0], backend in registry.comparable()
     # The verification of an export compares its backend with the eager model, so it covers both.

@@ -84,7 +84,7 @@ def headline(result: dict[str, Any]) -> str:
         settings["url"],
         settings["backend"] + (f" {settings['engine']}" if settings["engine"] else ""),
         settings["device"] if settings["device"] != "cpu" else None,
-        f"{settings['form']} form" if settings["form"] else None,
+        f"{settings['variant']} variant" if settings["variant"] else None,
         result["scenario"] + (f" at {settings['rate']:.4g} requests/s" if settings["rate"] else ""),
         *(f"{name} {', '.join(map(str, values))}" for name, values in sizes.items() if values),
         f"{settings['input']['texts']:,} texts" if settings["input"] else None,

@@ -11,8 +11,17 @@ from tfexport.cli.score import align, embed, score
 from tfexport.cli.serve import serve
 from tfexport.cli.tools import bench, bench_compare, doctor, inspect, verify
 
+_FORMER = {"golden": "reference", "form": "variant", "forms": "variants"}  # earlier names of options
 
-@click.group(cls=Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+
+@click.group(
+    cls=Commands,
+    context_settings={
+        "show_default": True,
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: _FORMER.get(name, name),
+    },
+)
 @click.version_option(package_name="tfexport")
 def main() -> None:
     """Take a from-scratch encoder-decoder transformer from PyTorch to production."""

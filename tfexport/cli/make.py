@@ -28,8 +28,7 @@ from tfexport.serve.config import Limits, ServingConfig, named_bundles
 from tfexport.tensorrt.config import EngineConfig, Target
 
 
-# `--golden` is the former name of `--reference`.
-@click.command("import", context_settings={"token_normalize_func": lambda key: {"golden": "reference"}.get(key, key)})
+@click.command("import")
 @click.argument("checkpoint", type=PATH)
 @click.option("--output", type=PATH, required=True, help="Model directory to write.")
 @click.option(
@@ -119,7 +118,7 @@ def onnx(source: str, output: Path, verify: bool, force: bool, sign_key: Path | 
         "default": "auto",
         "callback": lambda _context, _parameter, value: None if value == "auto" else value,
     },
-    form={"type": click.Choice(["static", "concat"])},
+    variant={"type": click.Choice(["static", "concat"])},
     min_shapes="--minShapes",
     opt_shapes="--optShapes",
     max_shapes="--maxShapes",
@@ -143,7 +142,7 @@ def trt(
 ) -> None:
     """Build TensorRT engines from BUNDLE and put them into it.
 
-    An engine is named after target, form, precision and weights, and is stored in engines/ of the bundle.
+    An engine is named after target, variant, precision and weights, and is stored in engines/ of the bundle.
     """
     settings = EngineConfig(**config)
     from tfexport.tensorrt.pipeline import build_engines, estimate_engines

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from tfexport.config import Config, Setting, options_of, settings
-from tfexport.contract import Device, Form
+from tfexport.contract import Device, Variant
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
@@ -89,9 +89,9 @@ _LOADING = {
     "backend": click.option(
         "--backend", type=click.Choice(names()), default=AUTO, help="Backend that runs the bundle."
     ),
-    "form": click.option(
-        "--form",
-        type=click.Choice(get_args(Form)),
+    "variant": click.option(
+        "--variant",
+        type=click.Choice(get_args(Variant)),
         help="Decoder variant that ONNX Runtime runs; by default the fastest of the bundle on the device.",
     ),
     "device": device_option,

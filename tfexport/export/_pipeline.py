@@ -109,11 +109,11 @@ def _write(
     module, spec = source.model.module, source.spec
     options: Any = {name: getattr(config, name) for name in ("opset", "alignment", "speculation")} | {"report": report}
     if config.quantization is None:
-        return write_graphs(module, spec, directory, forms=config.forms, **options)
+        return write_graphs(module, spec, directory, variants=config.variants, **options)
     # In the bundle's directory, because the fp32 weights can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        fastest = fastest_variant(config.forms, traits_of(module, spec))
-        graphs = write_graphs(module, spec, Path(scratch), forms=fastest, **options)
+        fastest = fastest_variant(config.variants, traits_of(module, spec))
+        graphs = write_graphs(module, spec, Path(scratch), variants=fastest, **options)
         if ENCODER_CONTRIB in graphs:
             del graphs[ENCODER]  # belongs to the other variants of the decoder
         return write_integer_graphs(Path(scratch), graphs, directory, config.quantization, report=report)

@@ -27,7 +27,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from tfexport import contract
-from tfexport.contract import AlignmentHeads, Form, GraphSpec, ModelSpec, TensorSpec
+from tfexport.contract import AlignmentHeads, GraphSpec, ModelSpec, TensorSpec, Variant
 from tfexport.errors import GraphError, first_line
 from tfexport.export.decoders import VARIANTS
 from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
@@ -70,9 +70,11 @@ def trace_encoder(
     return _trace(_Function(model, encode), contract.encoder_graph(spec), opset, "encoder")
 
 
-def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
+def trace_decoder(
+    model: nn.Module, spec: ModelSpec, variant: Variant, opset: int, *, speculation: bool = False
+) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens."""
-    kind = VARIANTS[form]
+    kind = VARIANTS[variant]
     cross_names, past_names, present = (contract.key_value_names(n, spec.layers) for n in ("cross", "past", "present"))
 
     def step(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -81,12 +83,12 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, 
         cache = kind.cache(past, target_ids, **inputs)
         return [model.decode_step(target_ids, kind.cross(cross, source_mask), cache), *_flat(cache.present)]
 
-    graph = contract.decoder_graph(spec, form)
+    graph = contract.decoder_graph(spec, variant)
     expected = GraphSpec(
         inputs=tuple(tensor for tensor in graph.inputs if tensor.name != contract.NUM_CANDIDATES),
         outputs=tuple(tensor for tensor in graph.outputs if tensor.name in (contract.LOGITS, *present)),
     )
-    traced = _trace(_Function(model, step), expected, opset, f"decoder, {form} variant")
+    traced = _trace(_Function(model, step), expected, opset, f"decoder, {variant} variant")
     for change in kind.passes:
         change(traced)
     if speculation:

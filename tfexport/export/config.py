@@ -3,18 +3,18 @@
 from typing import Annotated
 
 from tfexport.config import Config, Count, Ge, Help, Le, Size
-from tfexport.contract import CONCAT_OPSETS, AlignmentHeads, Form, OptimizeFor, Quantization
+from tfexport.contract import CONCAT_OPSETS, AlignmentHeads, OptimizeFor, Quantization, Variant
 from tfexport.errors import ConfigError
 from tfexport.precision import Precision, QuantizedWeights
 
 
-class ExportConfig(Config, subject="export"):
+class ExportConfig(Config, subject="export", former={"forms": "variants"}):
     """How a model is exported to graphs.
 
     If `precision` is int8 or int4, it is the precision of the weights, for ONNX Runtime on the CPU: activations and
-    caches are fp32, and only the fastest of `forms` is written. `optimize_for` is explained in `Quantization`.
+    caches are fp32, and only the fastest of `variants` is written. `optimize_for` is explained in `Quantization`.
 
-    `forms` are the variants of the decoder. Those that do not support the model are skipped, such as contrib if ONNX
+    Of the decoder `variants`, those that do not support the model are skipped, such as contrib if ONNX
     Runtime's operators cannot compute it. The static variant always has opset 24. The two lengths limit the bundle's
     input and output, at most to the model's limits.
 
@@ -28,8 +28,8 @@ class ExportConfig(Config, subject="export"):
     optimize_for: Annotated[
         OptimizeFor, Help("Make int8 fast for up to about 16 texts at a time, or for large batches.")
     ] = "latency"
-    forms: Annotated[
-        tuple[Form, ...],
+    variants: Annotated[
+        tuple[Variant, ...],
         Help("Decoder variants: concat is portable, static for engines and GPUs, contrib for ONNX Runtime on the CPU."),
     ] = ("concat", "static", "contrib")
     opset: Annotated[
@@ -51,11 +51,11 @@ class ExportConfig(Config, subject="export"):
 
     def _problems(self) -> list[str]:
         problems = []
-        if not self.forms or len(set(self.forms)) != len(self.forms):
-            found = ", ".join(self.forms) or "empty"
-            problems.append(f"forms is {found}, expected at least one of concat, static, contrib, each at most once")
-        if self.speculation and "contrib" not in self.forms:
-            problems.append("speculation needs the contrib variant; add contrib to the forms")
+        if not self.variants or len(set(self.variants)) != len(self.variants):
+            found = ", ".join(self.variants) or "empty"
+            problems.append(f"variants is {found}, expected at least one of concat, static, contrib, each at most once")
+        if self.speculation and "contrib" not in self.variants:
+            problems.append("speculation needs the contrib variant; add contrib to the variants")
         if self.speculation and self.graph_precision != "fp32":
             problems.append(f"speculation needs the contrib variant, which does not exist in {self.precision}; omit it")
         try:

@@ -13,7 +13,7 @@ from torch import nn
 
 from tfexport import contract
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import ENCODER, REORDER, WEIGHTS, AlignmentHeads, Form, GraphEntry, GraphSpec, ModelSpec
+from tfexport.contract import ENCODER, REORDER, WEIGHTS, AlignmentHeads, GraphEntry, GraphSpec, ModelSpec, Variant
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.export._module_probe import traits_of
 from tfexport.export._trace import trace_alignment, trace_decoder, trace_encoder
@@ -34,7 +34,7 @@ def write_graphs(
     spec: ModelSpec,
     directory: Path,
     *,
-    forms: Sequence[Form],
+    variants: Sequence[Variant],
     opset: int,
     alignment: AlignmentHeads | None = None,
     speculation: bool = False,
@@ -46,7 +46,7 @@ def write_graphs(
         model: in eval mode; a copy of it is cast to the precision of `spec`.
         spec: of the model.
         directory: receives `NAME.onnx` for each graph and the weight file.
-        forms: variants of the decoder; those that do not support the model are skipped.
+        variants: variants of the decoder; those that do not support the model are skipped.
         opset: of the encoder and of all variants except static.
         alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment graph.
         speculation: let the contrib variant return the logits of several positions.
@@ -58,7 +58,7 @@ def write_graphs(
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
     model = copy.deepcopy(model, shared).to(dtype)
-    supported = _supported(forms, model, spec, report)
+    supported = _supported(variants, model, spec, report)
     if speculation and "contrib" not in supported:
         raise GraphError("speculation: needs the contrib variant, which this export does not have; omit it")
     report("tracing the encoder")
@@ -66,15 +66,15 @@ def write_graphs(
         ENCODER: (trace_encoder(model, spec, opset), contract.encoder_graph(spec))
     }
     portable = {ENCODER, contract.ALIGNMENT, REORDER}
-    for form in supported:
-        report(f"tracing the decoder, {form} variant")
-        kind, name = VARIANTS[form], contract.DECODER[form]
+    for variant in supported:
+        report(f"tracing the decoder, {variant} variant")
+        kind, name = VARIANTS[variant], contract.DECODER[variant]
         if kind.encoder not in traced:
             traced[kind.encoder] = trace_encoder(model, spec, opset, kind.source), contract.encoder_graph(spec)
-        speculates = speculation and form == "contrib"
-        decoder = trace_decoder(model, spec, form, kind.opset or opset, speculation=speculates)
+        speculates = speculation and variant == "contrib"
+        decoder = trace_decoder(model, spec, variant, kind.opset or opset, speculation=speculates)
         append_selection(decoder)
-        traced[name] = decoder, contract.decoder_graph(spec, form, speculation=speculates)
+        traced[name] = decoder, contract.decoder_graph(spec, variant, speculation=speculates)
         portable |= {name} if kind.portable else set()
     if alignment is not None:
         report("tracing the alignment")
@@ -97,15 +97,15 @@ def write_graphs(
 def write_precision(
     bundle: Bundle,
     precision: Precision,
-    form: Form | None,
+    variant: Variant | None,
     directory: Path,
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Rebuild the model of a bundle, cast it and write its graphs and a weight file.
 
-    `form` is the only variant of the decoder to write; None for an encoder-only model. Raises a GraphError that lists
-    every weight that is too large for the precision.
+    `variant` is the only decoder variant to write; None for an encoder-only model. Raises a GraphError that lists every
+    weight that is too large for the precision.
     """
     manifest = bundle.manifest
     if manifest.config is None or WEIGHTS not in manifest.files:
@@ -122,28 +122,30 @@ def write_precision(
     ]
     raise_all(GraphError, str(bundle.path), problems, remedy="use bf16 or fp32")
     spec = replace(manifest.spec, precision=precision)
-    opset, forms = manifest.graphs[ENCODER].opset, () if form is None else (form,)
-    graphs = write_graphs(model, spec, directory, forms=forms, opset=opset, report=report)
+    opset, variants = manifest.graphs[ENCODER].opset, () if variant is None else (variant,)
+    graphs = write_graphs(model, spec, directory, variants=variants, opset=opset, report=report)
     graphs.pop(REORDER, None)  # each engine has its own graph
     return graphs
 
 
-def _supported(forms: Sequence[Form], model: nn.Module, spec: ModelSpec, report: Callable[[str], None]) -> list[Form]:
+def _supported(
+    variants: Sequence[Variant], model: nn.Module, spec: ModelSpec, report: Callable[[str], None]
+) -> list[Variant]:
     """Return the requested variants that support the model and report the others."""
     traits = traits_of(model, spec)
-    problems = {form: VARIANTS[form].supports(traits, spec.precision) for form in VARIANTS}
+    problems = {variant: VARIANTS[variant].supports(traits, spec.precision) for variant in VARIANTS}
     if not spec.has_decoder:  # traced as with the concat variant
         raise_all(GraphError, "encoder", problems["concat"], remedy=_REMEDY)
         return []
     reasons = [
-        f"the {form} variant does not support this model: {' and '.join(found)}"
-        for form in forms
-        if (found := problems[form])
+        f"the {variant} variant does not support this model: {' and '.join(found)}"
+        for variant in variants
+        if (found := problems[variant])
     ]
-    supported = [form for form in forms if not problems[form]]
+    supported = [variant for variant in variants if not problems[variant]]
     if not supported:
-        others = ",".join(form for form in VARIANTS if not problems[form])
-        remedy = f"export it with --forms {others}" if others else _REMEDY
+        others = ",".join(variant for variant in VARIANTS if not problems[variant])
+        remedy = f"export it with --variants {others}" if others else _REMEDY
         raise GraphError(*reasons, subject="decoder", remedy=remedy)
     for reason in reasons:
         report(reason)

@@ -13,7 +13,7 @@ from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER, checked_path
 from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle, read_defaults
 from tfexport.bundle.contents import check_engines
-from tfexport.contract import Device, Form
+from tfexport.contract import Device, Variant
 from tfexport.decode.offline import warm_up as run_warm_up
 from tfexport.errors import ConfigError, TfexportError, shortened
 from tfexport.model.model import Model
@@ -27,19 +27,20 @@ def load(
     path: str | PathLike[str],
     *,
     backend: str = AUTO,
-    form: Form | None = None,
+    variant: Variant | None = None,
     threads: int | Literal["auto"] | None = AUTO,
     device: Device = "cpu",
     engine: str | None = None,
     trusted_keys: Sequence[str | PathLike[str]] | None = None,
     warm_up: Sequence[tuple[int, int]] = (),
+    form: Variant | None = None,
 ) -> Model:
     """Open a bundle, check all of its files, and load it on a backend.
 
     Args:
         path: directory of the bundle.
         backend: "ort", "eager" or "trt"; "auto" uses the first of them that is installed and can run the bundle.
-        form: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
+        variant: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
         threads: CPU threads of one call in ONNX Runtime. "auto" gives the encoder all available cores, and the decoder
             all or one, depending on its size. None lets ONNX Runtime start one on each core that it finds.
         device: "cpu" or "cuda". There is no fallback to another device.
@@ -48,6 +49,7 @@ def load(
             None does not check signatures.
         warm_up: batches to run twice before the model is returned, as (texts, source tokens): [(1, 16), (32, 16)].
             A GPU compiles kernels and captures steps when a shape first occurs.
+        form: former name of `variant`.
 
     Raises:
         BundleError: the bundle is missing or damaged, lacks the decoder variant, or is not signed by any of the keys.
@@ -56,7 +58,9 @@ def load(
         ConfigError: an argument is invalid.
         InputError: a warm-up batch has longer sources than the model takes.
     """
-    options = LoadOptions(backend=backend, form=form, threads=threads, device=device, engine=engine)
+    options = LoadOptions(
+        backend=backend, variant=variant if form is None else form, threads=threads, device=device, engine=engine
+    )
     folder, batches = checked_path(path, "load: path"), _warm_up_batches(warm_up)
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     bundle = open_bundle(folder, weights=False, trusted_keys=keys)

@@ -205,9 +205,9 @@ def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_i
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> EagerSession:
     """Open the eager model of a bundle."""
-    if options.form is not None:
+    if options.variant is not None:
         raise BackendError(
-            f"eager: decoder variant {options.form} is a graph, which this backend does not run; leave it out"
+            f"eager: decoder variant {options.variant} is a graph, which this backend does not run; leave it out"
         )
     manifest = bundle.manifest
     return EagerSession(load_eager_model(bundle), manifest.spec, alignment=manifest.alignment)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
 from tfexport._arguments import is_one_of, is_whole, word_problems
 from tfexport._io.extras import install_command
-from tfexport.contract import AlignmentHeads, Device, Form, ModelSpec
+from tfexport.contract import AlignmentHeads, Device, ModelSpec, Variant
 from tfexport.errors import BackendError, ConfigError, raise_all, shortened
 from tfexport.precision import WeightType
 from tfexport.runtime.cpu import MAX_THREADS
@@ -28,7 +28,7 @@ class LoadOptions:
     """How to open a bundle; `tfexport.load` documents the options."""
 
     backend: str = AUTO
-    form: Form | None = None
+    variant: Variant | None = None
     threads: int | Literal["auto"] | None = AUTO
     device: Device = "cpu"
     engine: str | None = None
@@ -36,7 +36,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         problems = word_problems(
             backend=(self.backend, names()),
-            form=(self.form, (None, *get_args(Form))),
+            variant=(self.variant, (None, *get_args(Variant))),
             device=(self.device, get_args(Device)),
         )
         threads, engine = cast(object, self.threads), cast(object, self.engine)  # callers may pass anything

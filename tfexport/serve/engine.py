@@ -45,7 +45,7 @@ class Engine:
     ) -> None:
         """Configure the engine; `start` loads the bundle.
 
-        `observer` receives the measurements. `options` are those of `tfexport.load`: backend, form, threads, device,
+        `observer` receives the measurements. `options` are those of `tfexport.load`: backend, variant, threads, device,
         engine, trusted_keys and warm_up.
         """
         self.config = config or ServingConfig()

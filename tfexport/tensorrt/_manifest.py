@@ -76,7 +76,7 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
             yield "config.compute_capabilities is empty, expected those that the plans of tensorrt-rtx are bound to"
         if not self.sources:
             yield "sources is empty, expected the files that the engine was built from"
-        expected = plan_names(config.form, self.limits)
+        expected = plan_names(config.variant, self.limits)
         if sorted(self.plans) != sorted(expected):
             yield f"plans are {', '.join(sorted(self.plans)) or 'none'}, expected {', '.join(sorted(expected))}"
             return

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
-from tfexport.contract import DECODER, ENCODER, REORDER, Form, GraphSpec, ModelSpec, graph_contract, key_value_names
+from tfexport.contract import DECODER, ENCODER, REORDER, GraphSpec, ModelSpec, Variant, graph_contract, key_value_names
 from tfexport.precision import Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -29,7 +29,7 @@ class ShapeRange:
 Profile = Mapping[str, ShapeRange]  # by input name
 
 
-class EngineConfig(Config, subject="engine"):
+class EngineConfig(Config, subject="engine", former={"form": "variant"}):
     """Options for building TensorRT engines from the graphs of a bundle.
 
     The three `*_shapes` options override the profiles in trtexec's syntax, "source_ids:4x64,target_ids:4x1".
@@ -39,8 +39,8 @@ class EngineConfig(Config, subject="engine"):
         Target | None,
         Help("Library to build with; auto selects tensorrt if it is installed and has a GPU, else tensorrt-rtx."),
     ] = None
-    form: Annotated[
-        Form | None, Help("Decoder variant; by default static if the bundle has it and the library supports it.")
+    variant: Annotated[
+        Variant | None, Help("Decoder variant; by default static if the bundle has it and the library supports it.")
     ] = None
     precision: Annotated[Precision | None, Help("By default that of the bundle.")] = None
     weights: Annotated[WeightType | None, Help("Store the matrices of linear layers in a narrower type.")] = None
@@ -74,10 +74,10 @@ class EngineConfig(Config, subject="engine"):
 
     def _problems(self) -> list[str]:
         problems = _capacity_problems(self.capacities)
-        if self.form == "contrib":
-            problems.append("form is contrib, which only ONNX Runtime supports; use static or concat")
-        if self.form == "concat" and self.capacities:
-            problems.append("capacities are only for the static variant; leave them out or choose --form static")
+        if self.variant == "contrib":
+            problems.append("variant is contrib, which only ONNX Runtime supports; use static or concat")
+        if self.variant == "concat" and self.capacities:
+            problems.append("capacities are only for the static variant; leave them out or choose --variant static")
         return problems
 
 
@@ -109,26 +109,26 @@ def default_capacities(max_target_length: int) -> tuple[int, ...]:
     return (*shorter, max_target_length)
 
 
-def decoder_plan(form: Form, capacity: int, limits: EngineLimits) -> str:
+def decoder_plan(variant: Variant, capacity: int, limits: EngineLimits) -> str:
     """Return the decoder plan's name; the largest capacity has the graph's name."""
     is_largest = capacity == limits.max_target_length
-    return DECODER[form] if is_largest else f"{DECODER[form]}_{capacity}"
+    return DECODER[variant] if is_largest else f"{DECODER[variant]}_{capacity}"
 
 
-def decoder_plans(form: Form | None, limits: EngineLimits) -> dict[str, int]:
+def decoder_plans(variant: Variant | None, limits: EngineLimits) -> dict[str, int]:
     """Return the capacity of every decoder plan by name, the smallest first."""
     capacities = limits.capacities or (limits.max_target_length,)
-    return {decoder_plan(form, capacity, limits): capacity for capacity in capacities} if form else {}
+    return {decoder_plan(variant, capacity, limits): capacity for capacity in capacities} if variant else {}
 
 
-def plan_names(form: Form | None, limits: EngineLimits) -> list[str]:
-    """Return the names of all plans; only the encoder if `form` is None."""
-    return [ENCODER, *decoder_plans(form, limits), REORDER] if form else [ENCODER]
+def plan_names(variant: Variant | None, limits: EngineLimits) -> list[str]:
+    """Return the names of all plans; only the encoder if `variant` is None."""
+    return [ENCODER, *decoder_plans(variant, limits), REORDER] if variant else [ENCODER]
 
 
-def plan_contract(plan: str, spec: ModelSpec, form: Form | None) -> GraphSpec:
+def plan_contract(plan: str, spec: ModelSpec, variant: Variant | None) -> GraphSpec:
     """Return the inputs and outputs of a plan."""
-    return graph_contract(spec, plan if form is None or plan in (ENCODER, REORDER) else DECODER[form])
+    return graph_contract(spec, plan if variant is None or plan in (ENCODER, REORDER) else DECODER[variant])
 
 
 def num_profiles(plan: str) -> int:
@@ -136,9 +136,9 @@ def num_profiles(plan: str) -> int:
     return 1 if plan in (ENCODER, REORDER) else 2
 
 
-def cache_aliases(plan: str, spec: ModelSpec, form: Form | None) -> dict[str, str]:
+def cache_aliases(plan: str, spec: ModelSpec, variant: Variant | None) -> dict[str, str]:
     """Map outputs to inputs of the caches that a plan writes in place."""
-    if form != "static" or plan in (ENCODER, REORDER):
+    if variant != "static" or plan in (ENCODER, REORDER):
         return {}
     presents, pasts = (key_value_names(prefix, spec.layers) for prefix in ("present", "past"))
     return dict(zip(presents, pasts, strict=True))
@@ -146,7 +146,7 @@ def cache_aliases(plan: str, spec: ModelSpec, form: Form | None) -> dict[str, st
 
 def engine_key(config: EngineConfig) -> str:
     """Return the folder name of an engine, such as "tensorrt-rtx-static-fp16-int8"."""
-    return "-".join(part for part in (config.target, config.form, config.precision, config.weights) if part)
+    return "-".join(part for part in (config.target, config.variant, config.precision, config.weights) if part)
 
 
 def _capacity_problems(capacities: tuple[int, ...]) -> list[str]:

@@ -56,7 +56,7 @@ class Estimate:
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
         config = self.config
-        kind = ", ".join(part for part in (config.form, config.precision, config.weights) if part)
+        kind = ", ".join(part for part in (config.variant, config.precision, config.weights) if part)
         lines = [
             f"would build {self.name} with {config.target} {self.library_version}: {kind}",
             f"  for    {', '.join(config.compute_capabilities) or 'the local GPU'}",
@@ -90,7 +90,7 @@ def build_engines(
     Args:
         path: directory of the bundle.
         config: build options; unset options are chosen for the bundle, library and machine.
-        force: replace the engine of the same target, form, precision and weight type.
+        force: replace the engine of the same target, variant, precision and weight type.
         sign_key: private key that signs the engine; None leaves it unsigned.
         trusted_keys: files of public keys, one of which must have signed the bundle; None accepts every bundle.
         report: called with a line about each step.
@@ -188,7 +188,7 @@ def _build(
     resolved: ResolvedBuild, graph: Graph, on_progress: Callable[[float], None], folder: Path
 ) -> tuple[PlanEntry, list[str]]:
     profiles = resolved.profiles.engines[graph.name]
-    contract = plan_contract(graph.name, resolved.spec, resolved.config.form)
+    contract = plan_contract(graph.name, resolved.spec, resolved.config.variant)
     with interrupts_held() as check:
 
         def on_part(part: float) -> None:
@@ -207,7 +207,7 @@ def _build(
         sha256=hashlib.sha256(data).hexdigest(),
         inputs=contract.inputs,
         outputs=contract.outputs,
-        aliases=cache_aliases(graph.name, resolved.spec, resolved.config.form),
+        aliases=cache_aliases(graph.name, resolved.spec, resolved.config.variant),
         profiles=profiles,
         layers=network.layers,
     )
@@ -235,7 +235,7 @@ def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEnt
 
 def _activations(resolved: ResolvedBuild, graph: Graph) -> list[int]:
     # By profile: the only one or the step, and the prefill.
-    inputs = plan_contract(graph.name, resolved.spec, resolved.config.form).inputs
+    inputs = plan_contract(graph.name, resolved.spec, resolved.config.variant).inputs
     found = []
     for profile in resolved.profiles.engines[graph.name]:
         dims = [pair for tensor in inputs for pair in zip(tensor.shape, profile[tensor.name].max, strict=True)]

@@ -44,7 +44,7 @@ class Bundle {
     return ids;
   }
 
-  // The files of encoder and decoder, in the first form that ONNX Runtime runs on the CPU.
+  // The files of encoder and decoder, in the first variant that ONNX Runtime runs on the CPU.
   std::pair<std::string, std::string> graphs() const {
     if (has("decoder_contrib.onnx")) return {"encoder_contrib.onnx", "decoder_contrib.onnx"};
     if (has("decoder.onnx")) return {"encoder.onnx", "decoder.onnx"};

@@ -1,7 +1,7 @@
 // A bundle of tfexport in ONNX Runtime, in node and in a browser alike: texts in, texts out, decoded greedily.
 
-// Files of each form of the decoder; the first that a bundle has is taken.
-const FORMS = [
+// Files of each variant of the decoder; the first that a bundle has is taken.
+const VARIANTS = [
   ["encoder_contrib.onnx", "decoder_contrib.onnx"],
   ["encoder.onnx", "decoder.onnx"],
 ];
@@ -11,16 +11,16 @@ const BEYOND = " beyond the model's vocabulary";
 
 /** What of a bundle is loaded, by its manifest; throws where the bundle needs more than this program does. */
 export function neededFiles({ format_version, kind, files }) {
-  const form = FORMS.find((names) => names.every((name) => name in files));
+  const variant = VARIANTS.find((names) => names.every((name) => name in files));
   const refused =
     format_version !== 1 ? "has a format that is not 1"
     : kind !== "encoder-decoder" ? "is encoder-only and generates no text"
     : !("tokenizer.json" in files) ? "has no tokenizer; export it from a model directory with a tokenizer.json"
     : "generation.json" in files ? "has defaults in generation.json, which greedy decoding does not follow"
-    : !form ? "has no decoder in the contrib or the concat form; export it with --forms concat,contrib"
+    : !variant ? "has no decoder in the contrib or the concat variant; export it with --variants concat,contrib"
     : null;
   if (refused) throw new Error(`the bundle ${refused}`);
-  return [...form, ...PARTS.filter((name) => name in files)];
+  return [...variant, ...PARTS.filter((name) => name in files)];
 }
 
 /** Load a bundle. `read(name)` gives the bytes of a file as a Uint8Array, `ort` is onnxruntime-node or onnxruntime-web. */
@@ -103,7 +103,7 @@ export class Model {
     return results;
   }
 
-  /** Decode a batch of sources. The inputs of both forms are made; the graph is given those that it has. */
+  /** Decode a batch of sources. The inputs of both variants are made; the graph is given those that it has. */
   async #decode(sources) {
     const { tokens, max_target_length: capacity } = this.manifest.spec;
     const { target_prefix } = this.manifest.text;

@@ -14,30 +14,30 @@ from safetensors.numpy import save_file
 
 from tests.conftest import DATES
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import WEIGHTS, Form, GraphEntry, GraphSpec, TensorSpec
+from tfexport.contract import WEIGHTS, GraphEntry, GraphSpec, TensorSpec, Variant
 from tfexport.model.model import Model
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
 from tfexport.text.tokenizer import Tokenizer
 
-Loss = Callable[[Path, Form, str | None], float]
+Loss = Callable[[Path, Variant, str | None], float]
 
 
 @pytest.fixture(scope="session")
 def lost_points(dates_bundle: Path) -> Loss:
-    """Return a function of graphs, form and weights: how many percent fewer held-out dates they read than fp32."""
+    """Return a function of graphs, variant and weights: how many percent fewer held-out dates they read than fp32."""
     manifest = open_bundle(dates_bundle).manifest
     tokenizer = Tokenizer.load(dates_bundle / "tokenizer.json", manifest.spec)
     rows = [line.split("\t") for line in (DATES / "heldout.tsv").read_text(encoding="utf-8").splitlines()]
 
-    def share(folder: Path, form: Form, weights: str | None) -> float:
+    def share(folder: Path, variant: Variant, weights: str | None) -> float:
         graphs = Graphs({path.stem: path for path in folder.glob("*.onnx")}, manifest.spec, weights)
-        model = Model(OrtSession(graphs, form, threads=1), tokenizer)
+        model = Model(OrtSession(graphs, variant, threads=1), tokenizer)
         results = model.generate([text for text, *_ in rows], batch_size=64)
         return 100 * sum(result.text == iso for result, (_, iso, *_) in zip(results, rows, strict=True)) / len(rows)
 
     exact = share(dates_bundle, "contrib", None)
-    return lambda folder, form, weights: exact - share(folder, form, weights)
+    return lambda folder, variant, weights: exact - share(folder, variant, weights)
 
 
 def write_graph(

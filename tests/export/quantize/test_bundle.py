@@ -145,13 +145,13 @@ UNEVEN = replace(STACK, d_k=12, d_v=20)
 T5 = replace(tiny.VARIANTS["t5"], d_model=64, source_vocab=100, target_vocab=100, encoder=UNEVEN, decoder=UNEVEN)
 
 
-@pytest.mark.parametrize(("config", "form"), [(T5, {"decoder_static"}), (ALONE, set())])
-def test_models_that_have_no_contrib_form(config: TransformerConfig, form: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "variant"), [(T5, {"decoder_static"}), (ALONE, set())])
+def test_models_that_have_no_contrib_variant(config: TransformerConfig, variant: set[str], tmp_path: Path) -> None:
     """Without biases a linear map is a turned matrix; the inputs of some are no multiple of a block."""
     torch.manual_seed(0)
     save_model(Transformer(config), tmp_path / "model")
     bundle = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(precision="int8"))
-    assert set(bundle.manifest.graphs) == {"encoder", *form}
+    assert set(bundle.manifest.graphs) == {"encoder", *variant}
     assert bundle.manifest.parity is not None
     assert bundle.manifest.parity["passed"] is True
     plain = [

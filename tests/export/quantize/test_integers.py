@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from tests.export.quantize.conftest import Loss, weight_spans, write_graph
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import WEIGHTS, Form, GraphEntry, Quantization, TensorSpec
+from tfexport.contract import WEIGHTS, GraphEntry, Quantization, TensorSpec, Variant
 from tfexport.errors import GraphError
 from tfexport.export.quantize.integers import write_integer_graphs
 from tfexport.nn.directory import load_weights
@@ -35,7 +35,7 @@ WAYS = {
     "int8 throughput": Quantization(weights="int8", optimize_for="throughput"),
     "int4": Quantization(weights="int4"),
 }
-FORMS: tuple[Form, ...] = ("contrib", "static", "concat")
+VARIANTS: tuple[Variant, ...] = ("contrib", "static", "concat")
 
 
 # ---- single operators, in graphs made by hand
@@ -216,7 +216,7 @@ def test_what_is_small_or_no_plain_linear_map_stays(tmp_path: Path) -> None:
 
 
 def narrow(dates_bundle: Path, once: Once, way: str) -> Path:
-    """Quantise every form of models/dates once for all tests; the directory is not to be changed."""
+    """Quantise every variant of models/dates once for all tests; the directory is not to be changed."""
 
     def make(path: Path) -> None:
         path.mkdir()
@@ -225,15 +225,15 @@ def narrow(dates_bundle: Path, once: Once, way: str) -> Path:
     return once(f"dates-integer-{way.replace(' ', '-')}", make)
 
 
-def session(dates_bundle: Path, folder: Path, form: Form) -> Session:
+def session(dates_bundle: Path, folder: Path, variant: Variant) -> Session:
     graphs = {path.stem: path for path in folder.glob("*.onnx")}
-    return OrtSession(Graphs(graphs, open_bundle(dates_bundle).manifest.spec, "int8"), form, threads=1)
+    return OrtSession(Graphs(graphs, open_bundle(dates_bundle).manifest.spec, "int8"), variant, threads=1)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_graphs_are_the_model_with_the_weights_of_the_file(
-    way: str, form: Form, dates_bundle: Path, once: Once
+    way: str, variant: Variant, dates_bundle: Path, once: Once
 ) -> None:
     """PyTorch with the weights as NumPy reads them says the same, but for activations rounded to 8 bits."""
     bundle = open_bundle(dates_bundle)
@@ -254,7 +254,7 @@ def test_the_graphs_are_the_model_with_the_weights_of_the_file(
     expected = [
         full_outputs(EagerModel(model), b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches
     ]
-    graphs = session(dates_bundle, folder, form)
+    graphs = session(dates_bundle, folder, variant)
     got = [step_logits(graphs, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
     assert 0 < compare("graphs", expected, got, 0.0).error < 0.04
 
@@ -266,10 +266,10 @@ def test_held_out_dates_are_read_as_well(
     assert lost_points(narrow(dates_bundle, once, way), "contrib", "int8") <= points
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_text_does_not_depend_on_its_batch(way: str, form: Form, dates_bundle: Path, once: Once) -> None:
-    opened = session(dates_bundle, narrow(dates_bundle, once, way), form)
+def test_a_text_does_not_depend_on_its_batch(way: str, variant: Variant, dates_bundle: Path, once: Once) -> None:
+    opened = session(dates_bundle, narrow(dates_bundle, once, way), variant)
     sources = [[7, 30, 41, 12], np.random.default_rng(0).integers(4, 300, 40).tolist()]
 
     def logits(sources: list[list[int]]) -> NDArray[np.float32]:
@@ -296,7 +296,7 @@ def test_an_encoder_has_many_rows_and_a_step_of_the_decoder_few(dates_bundle: Pa
 
 @pytest.mark.parametrize(("way", "share"), [("int8", 0.30), ("int8 throughput", 0.31), ("int4", 0.21)])
 def test_a_weight_is_stored_once_and_the_file_is_small(way: str, share: float, dates_bundle: Path, once: Once) -> None:
-    """All forms share the file; that the contrib one reads query, key and value as one costs it a copy here."""
+    """All variants share the file; that the contrib one reads query, key and value as one costs it a copy here."""
     folder = narrow(dates_bundle, once, way)
     tensors = load_file(folder / WEIGHTS)
     both = [name for name in tensors if ".dec" in name or name.startswith("dec.")]

@@ -18,7 +18,7 @@ from torch import nn
 from tests.export.quantize.conftest import Loss, weight_spans, write_graph
 from tests.export.test_capacity import build_plan
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, Form, GraphEntry, ModelSpec, TensorSpec
+from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, GraphEntry, ModelSpec, TensorSpec, Variant
 from tfexport.errors import GraphError
 from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.nn.directory import load_weights
@@ -47,8 +47,8 @@ def narrow(bundle: Bundle, once: Once, weights: WeightType) -> Path:
     return once(f"dates-{bundle.manifest.spec.precision}-{weights}", make)
 
 
-def session(directory: Path, spec: ModelSpec, form: Form) -> OrtSession:
-    return OrtSession(Graphs({path.stem: path for path in directory.glob("*.onnx")}, spec), form, threads=1)
+def session(directory: Path, spec: ModelSpec, variant: Variant) -> OrtSession:
+    return OrtSession(Graphs({path.stem: path for path in directory.glob("*.onnx")}, spec), variant, threads=1)
 
 
 def rounded(matrix: torch.Tensor, weights: WeightType) -> torch.Tensor:
@@ -60,10 +60,10 @@ def rounded(matrix: torch.Tensor, weights: WeightType) -> torch.Tensor:
     return ((blocks / scale).round() * scale).flatten(1)
 
 
-@pytest.mark.parametrize("form", ["static", "concat"])
+@pytest.mark.parametrize("variant", ["static", "concat"])
 @pytest.mark.parametrize("weights", TYPES)
 def test_the_graphs_are_the_model_with_rounded_linear_maps(
-    weights: WeightType, form: Form, dates_bundle: Path, once: Once
+    weights: WeightType, variant: Variant, dates_bundle: Path, once: Once
 ) -> None:
     """Every linear map but the output projection, and nothing else: logits agree with PyTorch's."""
     bundle = open_bundle(dates_bundle)
@@ -81,7 +81,7 @@ def test_the_graphs_are_the_model_with_rounded_linear_maps(
     ids = np.random.default_rng(0).integers(3, spec.source_vocab, (5, 11))
     mask = np.arange(11) < np.array([[11], [7], [3], [9], [11]])
     steps = np.random.default_rng(1).integers(3, spec.vocab, (5, 4))
-    found, expected = session(narrow(bundle, once, weights), spec, form), EagerSession(model, spec)
+    found, expected = session(narrow(bundle, once, weights), spec, variant), EagerSession(model, spec)
     batches = found.batch(), expected.batch()
     for batch in batches:
         batch.add(ids, mask, steps[:, :1].tolist())

@@ -233,7 +233,7 @@ def test_a_call_names_another_language(tmp_path: Path) -> None:
     said = ran("import", hf, "--output", made, *languages).stderr
     german, french = (theirs.convert_tokens_to_ids(name) for name in ("deu_Latn", "fra_Latn"))
     assert f"the defaults are forced_bos_token_id {german}" in said
-    ran("onnx", made, "--output", bundle, "--forms", "concat", "--no-verify")
+    ran("onnx", made, "--output", bundle, "--variants", "concat", "--no-verify")
 
     def generate(*options: object, code: int = 0) -> Any:
         call = ran("generate", bundle, "the tokenizer", "--json", "--max-new-tokens", 3, *options, code=code)

@@ -17,7 +17,7 @@ def test_text_from_a_command_line_is_parsed() -> None:
     """`serve run tfexport.integrations.ray:app slots=4 …` passes text."""
     texts = {"slots": "4", "num_gpus": "0.5", "completions": "true", "timeout_s": "null"}
     values = {"slots": 4, "num_gpus": 0.5, "completions": True, "timeout_s": None}
-    same = {"bundle": "de=/srv/a", "form": "static", "token_file": "1234"}
+    same = {"bundle": "de=/srv/a", "variant": "static", "token_file": "1234"}
     assert Arguments.read(texts | same) == Arguments.read(values | same)
     assert Arguments.read({"bundle": ["de=/srv/a", "/srv/b"]}).bundles == {"de": Path("/srv/a"), "b": Path("/srv/b")}
     assert Arguments.read({"bundle": "build/dates"}).bundles == {"dates": Path("build/dates")}

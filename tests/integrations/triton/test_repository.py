@@ -100,7 +100,7 @@ def test_a_bundle_without_a_tokenizer_has_only_ids(random_bundle: Path, tmp_path
 
 def test_settings_are_read_as_they_were_written(dates_bundle: Path, tmp_path: Path) -> None:
     serving = ServingConfig(slots=7, max_waiting=3, max_num_beams=2)
-    loading = {"backend": "ort", "form": None, "device": "cpu", "engine": "12", "threads": 2}
+    loading = {"backend": "ort", "variant": None, "device": "cpu", "engine": "12", "threads": 2}
     folder = write({"m": dates_bundle}, tmp_path / "r", serving=serving, limits=Limits(max_timeout_s=2.5), **loading)
     config = read_config(folder / "m" / "config.pbtxt")
     parameters = {key: value.string_value for key, value in config.parameters.items()}

@@ -53,7 +53,7 @@ def long_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
         torch.manual_seed(0)
         directory = path.with_name("long-model")
         save_model(Transformer(dataclasses.replace(preset("tiny"), max_target_length=LONGEST)), directory)
-        export_bundle(str(directory), path, ExportConfig(forms=("contrib",)), verify=False)
+        export_bundle(str(directory), path, ExportConfig(variants=("contrib",)), verify=False)
 
     return once("long", make)
 

@@ -166,10 +166,10 @@ def test_a_bundle_of_before_runs_on_the_cpu_and_says_what_a_gpu_lacks(once: Once
     graphs, spec = exported(model, once)
     before = {name: path for name, path in graphs.items() if name != REORDER}
     assert len(before) == len(graphs) - 1
-    for form in ("concat", "static"):
-        batch = OrtSession(Graphs(before, spec), form, threads=1).batch(2)
+    for variant in ("concat", "static"):
+        batch = OrtSession(Graphs(before, spec), variant, threads=1).batch(2)
         batch.add(*sources(model.config), [[1]] * 4)
         batch.reorder(np.array([1, 0, 2, 2, 4, 5, 7, 6]))
         assert batch.step(np.zeros(8, np.int64), 1).token_ids.shape == (8, 1)
         with pytest.raises(BundleError, match=r"no graph reorder.*tfexport onnx SOURCE --output BUNDLE --force"):
-            OrtSession(Graphs(before, spec), form, threads=1, host_caches=False)
+            OrtSession(Graphs(before, spec), variant, threads=1, host_caches=False)

@@ -191,7 +191,7 @@ def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
     config = tiny.config(encoder={"d_k": 6, "d_v": 10}, attention_bias=False)
     model = tiny.model(config, dtype=torch.float32)
     spec = model_spec(config, "fp32")
-    write_graphs(model, spec, tmp_path, forms=("contrib",), opset=18, report=lambda line: None)
+    write_graphs(model, spec, tmp_path, variants=("contrib",), opset=18, report=lambda line: None)
     graphs = {path.stem: path for path in tmp_path.glob("*.onnx")}
     pair = Pair(OrtSession(Graphs(graphs, spec), "contrib", threads=1), model, 1)
     pair.add(sources(config), [[1]] * 4)

@@ -20,7 +20,7 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.runtime.exported import LONG, Once, ort_session, sources
 from tfexport.cli import main
-from tfexport.contract import Device, Form
+from tfexport.contract import Device, Variant
 from tfexport.errors import BackendError
 from tfexport.export.reorder import reorder_graph
 from tfexport.model.load import load
@@ -145,12 +145,12 @@ def test_a_step_writes_in_place_and_reserves_nothing(once: Once, host_caches: bo
         assert not after[:, :, 2:].any()
 
 
-@pytest.mark.parametrize("form", ["concat", "static"])
-def test_operators_that_run_elsewhere_are_found(form: Form, dates_bundle: Path) -> None:
-    name = {"concat": "decoder.onnx", "static": "decoder_static.onnx"}[form]
+@pytest.mark.parametrize("variant", ["concat", "static"])
+def test_operators_that_run_elsewhere_are_found(variant: Variant, dates_bundle: Path) -> None:
+    name = {"concat": "decoder.onnx", "static": "decoder_static.onnx"}[variant]
     session = OrtDevice("cpu").load(dates_bundle / name, name, 1)
     assert misplaced(session, "CPUExecutionProvider") == []
-    heavy = {"Gemm", "TopK", "Softmax", "TensorScatter" if form == "static" else "MatMul"}
+    heavy = {"Gemm", "TopK", "Softmax", "TensorScatter" if variant == "static" else "MatMul"}
     found = set(misplaced(session, "CUDAExecutionProvider"))
     assert found >= heavy
     assert not found & {"Shape", "Range", "Unsqueeze"}
@@ -184,7 +184,7 @@ class Assigned:
 @pytest.mark.parametrize(
     ("on_cuda", "on_cpu", "expected"),
     [
-        # What onnxruntime-gpu 1.26.0 does with the static form in fp16: it has neither operator in opset 24.
+        # What onnxruntime-gpu 1.26.0 does with the static variant in fp16: it has neither operator in opset 24.
         ("Gemm Attention", "Cast Cast Reshape Reshape Mul Div Concat", ["Cast", "Reshape"]),
         # And 1.31.1, where the one shape that is reshaped stays where it is.
         ("Gemm Attention Cast Reshape", "Reshape Mul Div Concat", []),
@@ -239,10 +239,10 @@ def test_a_build_with_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
-@pytest.mark.parametrize("form", ["concat", "static"])
-def test_a_gpu_says_what_the_cpu_says(form: Form, dates_bundle: Path) -> None:
+@pytest.mark.parametrize("variant", ["concat", "static"])
+def test_a_gpu_says_what_the_cpu_says(variant: Variant, dates_bundle: Path) -> None:
     texts = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989"]
-    with load(dates_bundle, form=form) as cpu, load(dates_bundle, form=form, device="cuda") as cuda:
+    with load(dates_bundle, variant=variant) as cpu, load(dates_bundle, variant=variant, device="cuda") as cuda:
         for beams in (1, 4):
             expected, found = (m.generate(texts, num_beams=beams) for m in (cpu, cuda))
             assert [result.token_ids for result in found] == [result.token_ids for result in expected]

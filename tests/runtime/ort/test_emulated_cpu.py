@@ -42,7 +42,7 @@ print(json.dumps({"options": dict(int8_session_options()), "ids": ids}))
 
 def test_int8_bundles_give_equal_token_ids_without_vnni(once: Callable[[str, Callable[[Path], object]], Path]) -> None:
     def bundle(optimize_for: Any) -> str:
-        config = ExportConfig(precision="int8", optimize_for=optimize_for, forms=("contrib",))
+        config = ExportConfig(precision="int8", optimize_for=optimize_for, variants=("contrib",))
         name = f"emulated-{optimize_for}"
         return str(once(name, lambda path: export_bundle(str(DATES), path, config, verify=False)))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.runtime.exported import LONG, Once, exported, ort_session, sources
-from tfexport.contract import Form
+from tfexport.contract import Variant
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.nn.transformer import Transformer
@@ -88,11 +88,11 @@ def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monk
             assert np.isfinite(whole[row]).all()
 
 
-@pytest.mark.parametrize("form", ["static", "contrib"])
+@pytest.mark.parametrize("variant", ["static", "contrib"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_texts_do_not_depend_on_the_division(num_beams: int, form: Form, model: Transformer, once: Once) -> None:
+def test_texts_do_not_depend_on_the_division(num_beams: int, variant: Variant, model: Transformer, once: Once) -> None:
     graphs, spec = exported(model, once)
-    session = OrtSession(Graphs(graphs, spec), form, threads=1)
+    session = OrtSession(Graphs(graphs, spec), variant, threads=1)
     ids, _ = sources(model.config, MIXED, seed=3)
     texts = [ids[row, :length].tolist() for row, length in enumerate(MIXED)]
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=12)

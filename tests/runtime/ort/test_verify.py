@@ -31,7 +31,7 @@ VARIANTS = {
 }
 
 
-OPTIONS: dict[str, Any] = {"forms": ("contrib",), "opset": 18, "speculation": True, "report": lambda line: None}
+OPTIONS: dict[str, Any] = {"variants": ("contrib",), "opset": 18, "speculation": True, "report": lambda line: None}
 
 
 def batch_of(name: str, once: Once) -> tuple[ContribBatch, Transformer]:

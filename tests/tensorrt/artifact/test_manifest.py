@@ -121,10 +121,14 @@ def test_all_problems_are_named_at_once(bundle: Bundle) -> None:
 
 
 def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
-    """Read what tfexport 0.1.0 wrote for `tfexport trt BUNDLE --max-batch 4 --compute-capability 8.9`."""
-    recorded = render(json.loads((Path(__file__).parents[1] / "data" / "engine.json").read_text()))
-    engine = EngineManifest.from_bytes(recorded)
-    assert engine.to_bytes() == recorded
+    """Read what tfexport 0.1.0 wrote for `tfexport trt BUNDLE --max-batch 4 --compute-capability 8.9`.
+
+    Its "form" is the variant of today.
+    """
+    recorded = json.loads((Path(__file__).parents[1] / "data" / "engine.json").read_text())
+    engine = EngineManifest.from_bytes(render(recorded))
+    recorded["config"]["variant"] = recorded["config"].pop("form")
+    assert engine.to_bytes() == render(recorded)
     assert engine.limits.max_batch == 4
     assert engine.config.compute_capabilities == ("8.9",)
     assert engine.plans["encoder"].profiles[0]["source_ids"] == ShapeRange((1, 1), (2, 32), (4, 64))
@@ -143,14 +147,14 @@ def test_changed_bytes_are_refused(bundle: Bundle, old: bytes, new: bytes, messa
 
 
 def test_the_folder_is_named_after_the_options() -> None:
-    rtx = EngineConfig(target="tensorrt-rtx", form="static", precision="fp16", weights="int8")
+    rtx = EngineConfig(target="tensorrt-rtx", variant="static", precision="fp16", weights="int8")
     assert engine_key(rtx) == "tensorrt-rtx-static-fp16-int8"
     assert engine_key(EngineConfig(target="tensorrt", precision="bf16")) == "tensorrt-bf16"
 
 
 def test_an_encoder_only_bundle_has_one_plan(bundle: Bundle) -> None:
     whole = stored.manifest(bundle)
-    alone = dataclasses.replace(stored.RTX, form=None, max_target_length=None, capacities=())
+    alone = dataclasses.replace(stored.RTX, variant=None, max_target_length=None, capacities=())
     plans = {"encoder": whole.plans["encoder"]}
     engine = dataclasses.replace(
         whole, config=alone, limits=dataclasses.replace(whole.limits, capacities=()), plans=plans

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import DATES
 from tests.tensorrt.engine_graphs import kernels
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.contract import DECODER, ENCODER, REORDER, Form
+from tfexport.contract import DECODER, ENCODER, REORDER, Variant
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.export.passes import fix_capacity
@@ -69,23 +69,23 @@ def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.Fix
     else:
         save_model(Transformer(shallow(preset(model))), tmp_path / "model")
         source = str(tmp_path / "model")
-    config = ExportConfig(precision=precision, forms=("concat", "static"))
+    config = ExportConfig(precision=precision, variants=("concat", "static"))
     yield export_bundle(source, tmp_path / "bundle", config, verify=False)
     shutil.rmtree(tmp_path / "bundle")
 
 
-def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> None:
+def build(rtx: Library, bundle: Bundle, variant: Variant, plans: dict[str, Plan]) -> None:
     """Build the missing engines of one variant, as `tfexport trt` does, and print a row for each."""
     spec = bundle.manifest.spec
-    profiles = make_profiles(spec, form, SETTINGS)
-    decoders = decoder_plans(form if spec.has_decoder else None, profiles.limits)
+    profiles = make_profiles(spec, variant, SETTINGS)
+    decoders = decoder_plans(variant if spec.has_decoder else None, profiles.limits)
     for name, wanted in profiles.engines.items():
         if name in plans:
             continue
-        path = bundle.path / f"{DECODER[form] if name in decoders else name}.onnx"
+        path = bundle.path / f"{DECODER[variant] if name in decoders else name}.onnx"
         if name == REORDER:
             graph = reorder_graph(spec.precision)
-        elif form == "static" and name in decoders:
+        elif variant == "static" and name in decoders:
             graph = fix_capacity(path, decoders[name])
         else:
             graph = path.read_bytes()
@@ -107,10 +107,10 @@ def fused(plan: Plan) -> int:
     return sum(count for name, count in kernels(plan.data).items() if "mha" in name)
 
 
-def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
+def check_decoder(plan: Plan, bundle: Bundle, variant: Variant) -> None:
     spec = bundle.manifest.spec
-    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
-    assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
+    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if variant == "static" else 0)
+    assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if variant == "static" else 0)
     if spec.precision != "fp32" and kernels(plan.data):
         # Self-attention and cross-attention of every layer, in the step and in the prefill.
         assert fused(plan) == 2 * 2 * spec.layers
@@ -134,14 +134,14 @@ def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
         ],
     ],
 )
-def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: str, precision: Precision) -> None:
+def test_every_model_builds_in_both_variants(rtx: Library, bundle: Bundle, model: str, precision: Precision) -> None:
     spec, config = bundle.manifest.spec, bundle.manifest.config
     assert config is not None
     assert spec.precision == precision
     print(f"\n{model}, weights of {(bundle.path / 'weights.safetensors').stat().st_size / MIB:.1f} MiB", end="")
     plans: dict[str, Plan] = {}
-    for form in ("static", "concat"):
-        build(rtx, bundle, form, plans)
+    for variant in ("static", "concat"):
+        build(rtx, bundle, variant, plans)
     if precision != "fp32" and kernels(plans[ENCODER].data):
         assert fused(plans[ENCODER]) == config.encoder.layers
     assert "KV_CACHE_UPDATE" not in plans[ENCODER].layers
@@ -156,11 +156,11 @@ def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: s
         assert list(plans) == [ENCODER]
 
 
-def test_a_prefill_of_the_concat_form_is_fused_in_every_layer(rtx: Library, tmp_path: Path) -> None:
+def test_a_prefill_of_the_concat_variant_is_fused_in_every_layer(rtx: Library, tmp_path: Path) -> None:
     """If its profile began at one token, one of three layers would need 1.1 GB (1.7.1)."""
     config = dataclasses.replace(shallow(preset("paper-base"), 3), max_source_length=32, max_target_length=32)
     save_model(Transformer(config), tmp_path / "model")
-    export = ExportConfig(precision="fp16", forms=("concat",))
+    export = ExportConfig(precision="fp16", variants=("concat",))
     bundle = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", export, verify=False)
     plans: dict[str, Plan] = {}
     build(rtx, bundle, "concat", plans)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tfexport.contract import Form, ModelSpec, TokenIds, decoder_graph
+from tfexport.contract import ModelSpec, TokenIds, Variant, decoder_graph
 from tfexport.errors import ConfigError
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, EngineLimits, ShapeRange
@@ -27,17 +27,17 @@ SPEC = ModelSpec(
 ENCODER_ONLY = ModelSpec(d_model=32, source_vocab=50, max_source_length=64, tokens=SPEC.tokens, precision="fp16")
 
 
-def profiles(form: Form = "static", spec: ModelSpec = SPEC, **settings: object) -> Profiles:
-    return make_profiles(spec, form, EngineConfig(**settings))  # type: ignore[arg-type]
+def profiles(variant: Variant = "static", spec: ModelSpec = SPEC, **settings: object) -> Profiles:
+    return make_profiles(spec, variant, EngineConfig(**settings))  # type: ignore[arg-type]
 
 
-def refusal(form: Form = "static", spec: ModelSpec = SPEC, **settings: object) -> str:
+def refusal(variant: Variant = "static", spec: ModelSpec = SPEC, **settings: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        profiles(form, spec, **settings)
+        profiles(variant, spec, **settings)
     return str(caught.value)
 
 
-def test_the_static_form_by_hand() -> None:
+def test_the_static_variant_by_hand() -> None:
     made = profiles(max_batch=8)
     assert made.limits == EngineLimits(
         max_batch=8, max_source_length=64, max_target_length=16, max_candidates=256, capacities=(16,)
@@ -60,7 +60,7 @@ def test_the_static_form_by_hand() -> None:
     }
 
 
-def test_the_concat_form_by_hand() -> None:
+def test_the_concat_variant_by_hand() -> None:
     step, prefill = profiles("concat", max_batch=8).engines["decoder"]
     assert list(step) == list(prefill) == [tensor.name for tensor in decoder_graph(SPEC, "concat").inputs]
     assert {name for name in step if step[name] != prefill[name]} == {"target_ids"}
@@ -115,22 +115,22 @@ def test_a_prefill_of_one_position_is_one_token() -> None:
     assert prefill["target_ids"] == ShapeRange((1, 1), (8, 1), (32, 1))
 
 
-@pytest.mark.parametrize("form", ["static", "concat"])
-def test_a_prefill_reads_sixteen_tokens_unless_more_is_asked_for(form: Form) -> None:
-    plan = {"static": "decoder_static", "concat": "decoder"}[form]
+@pytest.mark.parametrize("variant", ["static", "concat"])
+def test_a_prefill_reads_sixteen_tokens_unless_more_is_asked_for(variant: Variant) -> None:
+    plan = {"static": "decoder_static", "concat": "decoder"}[variant]
 
     def prefill(**shapes: str) -> ShapeRange:
-        return profiles(form, spec=LONG, **shapes).engines[plan][PREFILL]["target_ids"]
+        return profiles(variant, spec=LONG, **shapes).engines[plan][PREFILL]["target_ids"]
 
     assert prefill() == ShapeRange((1, 2), (16, 8), (32, 16))
     assert prefill(max_shapes="target_ids:32x4096") == ShapeRange((1, 2), (16, 8), (32, 4096))
     assert prefill(max_shapes="target_ids:32x5") == ShapeRange((1, 2), (16, 5), (32, 5))
     assert prefill(opt_shapes="target_ids:32x64") == ShapeRange((1, 2), (32, 64), (32, 64)), "tuned for pieces of 64"
     assert prefill(opt_shapes="target_ids:32x3") == ShapeRange((1, 2), (32, 3), (32, 16))
-    assert "target_len has min 1, opt 4097, max 4096" in refusal(form, spec=LONG, opt_shapes="target_ids:32x4097")
+    assert "target_len has min 1, opt 4097, max 4096" in refusal(variant, spec=LONG, opt_shapes="target_ids:32x4097")
 
 
-def test_capacities_ascend_and_are_within_the_limit_and_for_the_static_form() -> None:
+def test_capacities_ascend_and_are_within_the_limit_and_for_the_static_variant() -> None:
     for capacities, listed in (((0, 4), "0, 4"), ((4, 4), "4, 4")):
         assert f"engine: capacities are {listed}, expected them to ascend from 1" in refusal(capacities=capacities)
     assert refusal(capacities=(4, 17)) == "engine: capacities are 4, 17, expected at most max_target_length, 16"
@@ -139,7 +139,7 @@ def test_capacities_ascend_and_are_within_the_limit_and_for_the_static_form() ->
     assert alone == "engine: capacities are 4, which are only for static decoders; leave them out"
     assert refusal(spec=ENCODER_ONLY, capacities=(4,)) == alone
     with pytest.raises(ConfigError, match="capacities are only for the static variant; leave them out"):
-        EngineConfig(form="concat", capacities=(4,))
+        EngineConfig(variant="concat", capacities=(4,))
 
 
 # Shapes in trtexec's spelling.
@@ -167,7 +167,7 @@ def test_candidates_can_be_raised_to_what_topk_takes() -> None:
     assert "num_candidates reaches 501, a step returns at most 500" in refusal(max_shapes="num_candidates:501")
 
 
-def test_the_past_of_the_concat_form_limits_the_target() -> None:
+def test_the_past_of_the_concat_variant_limits_the_target() -> None:
     made = profiles("concat", max_shapes="past_key.0:32x4x9x6")
     assert made.limits.max_target_length == 10
     assert made.engines["decoder"][STEP]["past_value.1"].max == (32, 4, 9, 10)
@@ -212,10 +212,10 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "shapes", "tokens"),
+    ("variant", "shapes", "tokens"),
     [("static", "source_ids:4x48", 48), ("concat", "past_key.0:4x4x14x6", 14), ("static", "source_ids:4x4", 8)],
 )
-def test_rows_that_move_are_as_wide_as_the_shapes_that_were_given(form: Form, shapes: str, tokens: int) -> None:
-    made = profiles(form, max_source_length=8, max_target_length=8, max_shapes=shapes)
+def test_rows_that_move_are_as_wide_as_the_shapes_that_were_given(variant: Variant, shapes: str, tokens: int) -> None:
+    made = profiles(variant, max_source_length=8, max_target_length=8, max_shapes=shapes)
     (reorder,) = made.engines["reorder"]
     assert reorder["cache"].max == (4, 4 * 10 * tokens)

@@ -41,7 +41,7 @@ def old(rtx: Library) -> Library:
 
 
 def only(path: Path, graph: str, **facts: Any) -> Bundle:
-    """Make a bundle with one form of the decoder."""
+    """Make a bundle with one variant of the decoder."""
     graphs = {name: entry for name, entry in GRAPHS.items() if name in ("encoder", graph)}
     files = {entry.file for entry in graphs.values()} | {"weights.safetensors"}
     with create_bundle(path) as builder:
@@ -53,7 +53,7 @@ def test_unset_options_are_chosen(bundle: Bundle, rtx: Library) -> None:
     resolved = resolve(bundle, EngineConfig(), rtx, None)
     assert resolved.config == EngineConfig(
         target="tensorrt-rtx",
-        form="static",
+        variant="static",
         precision="fp32",
         max_source_length=16,
         max_target_length=16,
@@ -68,25 +68,25 @@ def test_unset_options_are_chosen(bundle: Bundle, rtx: Library) -> None:
     assert not resolved.is_exported_again
 
 
-def test_the_form_is_one_that_bundle_and_library_have(
+def test_the_variant_is_one_that_bundle_and_library_have(
     bundle: Bundle, rtx: Library, old: Library, tmp_path: Path
 ) -> None:
     concat, static = only(tmp_path / "concat", "decoder"), only(tmp_path / "static", "decoder_static")
-    assert resolve(concat, EngineConfig(), rtx, None).config.form == "concat"
-    assert resolve(static, EngineConfig(), rtx, None).config.form == "static"
+    assert resolve(concat, EngineConfig(), rtx, None).config.variant == "concat"
+    assert resolve(static, EngineConfig(), rtx, None).config.variant == "static"
     on_old = resolve(bundle, EngineConfig(), old, L4)
-    assert on_old.config.form == "concat"
+    assert on_old.config.variant == "concat"
     assert on_old.notes == (
         "building the concat variant, not static, which tensorrt 10.3.0 does not support; TensorRT 10.15 and newer do",
     )
-    with pytest.raises(EngineError, match="form is static, the bundle has only concat; export it with --forms"):
-        resolve(concat, EngineConfig(form="static"), rtx, None)
-    for given in (EngineConfig(form="static"), EngineConfig()):
-        with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 does not support"):
+    with pytest.raises(EngineError, match="variant is static, the bundle has only concat; export it with --variants"):
+        resolve(concat, EngineConfig(variant="static"), rtx, None)
+    for given in (EngineConfig(variant="static"), EngineConfig()):
+        with pytest.raises(EngineError, match=r"variant is static, which tensorrt 10\.3\.0 does not support"):
             resolve(static, given, old, L4)
 
 
-def test_keys_and_values_of_two_widths_need_the_concat_form(bundle: Bundle, rtx: Library, tmp_path: Path) -> None:
+def test_keys_and_values_of_two_widths_need_the_concat_variant(bundle: Bundle, rtx: Library, tmp_path: Path) -> None:
     def narrow(bundle: Bundle) -> Bundle:
         spec = replace(bundle.manifest.spec, head_dim=2)
         graphs = {
@@ -97,25 +97,27 @@ def test_keys_and_values_of_two_widths_need_the_concat_form(bundle: Bundle, rtx:
 
     why = "static, which needs keys and values of the same width, and a head has 2 and 4"
     chosen = resolve(narrow(bundle), EngineConfig(), rtx, None)
-    assert (chosen.config.form, chosen.notes) == ("concat", (f"building the concat variant, not {why}",))
-    assert resolve(narrow(bundle), EngineConfig(form="concat"), rtx, None).notes == ()
+    assert (chosen.config.variant, chosen.notes) == ("concat", (f"building the concat variant, not {why}",))
+    assert resolve(narrow(bundle), EngineConfig(variant="concat"), rtx, None).notes == ()
     assert resolve(bundle, EngineConfig(), rtx, None).notes == ()
-    with pytest.raises(EngineError, match=f"^trt: form is {why}; use --form concat$"):
-        resolve(narrow(bundle), EngineConfig(form="static"), rtx, None)
-    with pytest.raises(EngineError, match=f"form is {why}; export it with --forms concat,static$"):
+    with pytest.raises(EngineError, match=f"^trt: variant is {why}; use --variant concat$"):
+        resolve(narrow(bundle), EngineConfig(variant="static"), rtx, None)
+    with pytest.raises(EngineError, match=f"variant is {why}; export it with --variants concat,static$"):
         resolve(narrow(only(tmp_path / "static", "decoder_static")), EngineConfig(), rtx, None)
 
 
 def test_no_engine_is_built_from_contrib(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:
     with_contrib = make_contrib(tmp_path / "with", GRAPHS)
-    assert resolve(with_contrib, EngineConfig(), rtx, None).config.form == "static"
-    assert resolve(with_contrib, EngineConfig(), old, L4).config.form == "concat"
+    assert resolve(with_contrib, EngineConfig(), rtx, None).config.variant == "static"
+    assert resolve(with_contrib, EngineConfig(), old, L4).config.variant == "concat"
     alone = make_contrib(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
-    for given in (EngineConfig(), EngineConfig(form="static")):
-        with pytest.raises(EngineError, match=r"has only the contrib variant.*; export it with --forms concat,static"):
+    for given in (EngineConfig(), EngineConfig(variant="static")):
+        with pytest.raises(
+            EngineError, match=r"has only the contrib variant.*; export it with --variants concat,static"
+        ):
             resolve(alone, given, rtx, None)
-    with pytest.raises(ConfigError, match="form is contrib, which only ONNX Runtime supports; use static or concat"):
-        EngineConfig(form="contrib")
+    with pytest.raises(ConfigError, match="variant is contrib, which only ONNX Runtime supports; use static or concat"):
+        EngineConfig(variant="contrib")
 
 
 def test_another_precision_needs_a_model(rtx: Library, bundle: Bundle, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.tensorrt.session.trt_double import DoubleSession, trt_session
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import DECODER, ENCODER, Form, ModelSpec
+from tfexport.contract import DECODER, ENCODER, ModelSpec, Variant
 from tfexport.runtime.session import pad_right
 from tfexport.tensorrt.session._batch import TrtBatch
 
@@ -43,8 +43,8 @@ class Model:
     def start(self) -> int:
         return self.spec.tokens.start
 
-    def trt(self, form: Form = "static", **options: Any) -> DoubleSession:
-        return trt_session(self.graphs, self.spec, form, **options)
+    def trt(self, variant: Variant = "static", **options: Any) -> DoubleSession:
+        return trt_session(self.graphs, self.spec, variant, **options)
 
     def add(self, batch: TrtBatch, sources: list[list[int]], prompts: list[list[int]] | None = None) -> None:
         batch.add(*pad_right(sources, self.spec.tokens.pad), prompts or [[self.start]] * len(sources))

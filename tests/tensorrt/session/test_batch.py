@@ -13,7 +13,7 @@ import pytest
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import Model
 from tests.tensorrt.session.trt_double import DoubleSession
-from tfexport.contract import Form, key_value_names
+from tfexport.contract import Variant, key_value_names
 from tfexport.errors import InputError
 from tfexport.runtime.session import Candidates, close_up, pad_right
 from tfexport.tensorrt.session._batch import TrtBatch
@@ -110,21 +110,22 @@ def assert_as_alone(dates: Model, found: Any, sources: list[list[int]], historie
 
 
 @pytest.mark.parametrize("width", [2, 3])
-@pytest.mark.parametrize("form", ["static", "concat"])
+@pytest.mark.parametrize("variant", ["static", "concat"])
 @pytest.mark.parametrize("seed", range(2))
-def test_beams_branch_while_sources_join_and_leave(dates: Model, form: Form, width: int, seed: int) -> None:
+def test_beams_branch_while_sources_join_and_leave(dates: Model, variant: Variant, width: int, seed: int) -> None:
     """Rows continue with random tokens and change places within their source."""
     rng = np.random.default_rng(seed)
-    session = dates.trt(form, max_batch=5 * width, capacities=(3, 8) if form == "static" and seed else ())
+    session = dates.trt(variant, max_batch=5 * width, capacities=(3, 8) if variant == "static" and seed else ())
     batch, sources, histories = session.batch(width), [], []  # type: ignore[var-annotated]
     for number in range(40):
         room = 5 - len(sources)
-        if (not sources) if form == "concat" else (room and (not sources or rng.random() < 0.4)):
+        if (not sources) if variant == "concat" else (room and (not sources or rng.random() < 0.4)):
             length = 1 + number % 3
             new = [rng.integers(3, dates.spec.source_vocab, rng.integers(1, 12)).tolist() for _ in range(room)]
             new = new[: int(rng.integers(1, room + 1))]
             prompts = [
-                [dates.start, *[5] * (length if form == "concat" else int(rng.integers(0, 3)))] for _ in range(len(new))
+                [dates.start, *[5] * (length if variant == "concat" else int(rng.integers(0, 3)))]
+                for _ in range(len(new))
             ]
             dates.add(batch, new, prompts)
             sources += new
@@ -197,10 +198,10 @@ def test_no_source_joins_in_the_concat_variant(dates: Model) -> None:
     session = dates.trt("concat")
     batch = session.batch()
     assert (batch.can_join, dates.trt().batch().can_join) == (False, True)
-    with pytest.raises(InputError, match=r"while their prompts are of unequal length; .*--form static --force"):
+    with pytest.raises(InputError, match=r"while their prompts are of unequal length; .*--variant static --force"):
         dates.add(batch, dates.sources[:2], [[dates.start], [dates.start, 5]])
     dates.add(batch, dates.sources[:2])
-    with pytest.raises(InputError, match=r"while others are being decoded; .*--form static --force"):
+    with pytest.raises(InputError, match=r"while others are being decoded; .*--variant static --force"):
         dates.add(batch, dates.sources[:1])
     batch.step(np.full(2, dates.start), 1)
     batch.remove(np.array([0, 1]))

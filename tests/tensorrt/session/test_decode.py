@@ -17,7 +17,7 @@ from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import SOURCES, Model
 from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import ENCODER, Form
+from tfexport.contract import ENCODER, Variant
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError
 from tfexport.generation import DecodeConfig
@@ -28,11 +28,11 @@ from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.session.session import TrtSession
 
-FORMS: tuple[Form, ...] = ("static", "concat")
+VARIANTS: tuple[Variant, ...] = ("static", "concat")
 
 
-def dates_ort(model: Model, form: Form = "static") -> Session:
-    return OrtSession(Graphs(model.graphs, model.spec), form, threads=1)
+def dates_ort(model: Model, variant: Variant = "static") -> Session:
+    return OrtSession(Graphs(model.graphs, model.spec), variant, threads=1)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,15 +44,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("prompt", [False, True], ids=["late", "at once"])
-def test_decodes_as_onnx_runtime_does(dates: Model, form: Form, prompt: bool, options: dict[str, Any]) -> None:
+def test_decodes_as_onnx_runtime_does(dates: Model, variant: Variant, prompt: bool, options: dict[str, Any]) -> None:
     config = DecodeConfig(**options)
-    session = dates.trt(form, cuda=CudaDouble(prompt=prompt), max_batch=20)
+    session = dates.trt(variant, cuda=CudaDouble(prompt=prompt), max_batch=20)
     prefixes = [[5] * (place % 3) for place in range(SOURCES)]
     for given in (None, prefixes):
         found = decode(session, dates.sources, config, prefixes=given, batch_size=7)
-        expected = decode(dates_ort(dates, form), dates.sources, config, prefixes=given, batch_size=7)
+        expected = decode(dates_ort(dates, variant), dates.sources, config, prefixes=given, batch_size=7)
         assert [[h.token_ids for h in text] for text in found] == [[h.token_ids for h in text] for text in expected]
         scores, wanted = ([h.score for text in results for h in text] for results in (found, expected))
         np.testing.assert_allclose(scores, wanted, atol=1e-4)
@@ -106,7 +106,7 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             raise EngineError(f"{opened.path}: has no engine {name}")
         log: list[str] = []
         engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cuda, log)
-        config = EngineConfig(form="static", precision="fp32")
+        config = EngineConfig(variant="static", precision="fp32")
         manifest = SimpleNamespace(config=config, limits=limits, plans={})
         path, reasons = opened.path / "engines" / "fast", SimpleNamespace(reason=lambda: log[-1])
         return SimpleNamespace(manifest=manifest, plans=engines, library=LIBRARY, path=path, log=reasons)
@@ -146,11 +146,11 @@ def test_a_warm_up_leaves_nothing_for_the_first_batch_to_make(on_doubles: Callab
     assert made[False]["context"] > 0
 
 
-def test_an_engine_goes_with_its_backend_and_its_form(on_doubles: Callable[..., tfexport.Model]) -> None:
+def test_an_engine_goes_with_its_backend_and_its_variant(on_doubles: Callable[..., tfexport.Model]) -> None:
     with pytest.raises(BackendError, match="ort: engine fast is for TensorRT; use it with --backend trt"):
         on_doubles(backend="ort", engine="fast")
-    with pytest.raises(BackendError, match="trt: engine fast has the form static; leave the form out"):
-        on_doubles(backend="trt", form="concat")
+    with pytest.raises(BackendError, match="trt: engine fast has the variant static; leave the variant out"):
+        on_doubles(backend="trt", variant="concat")
     with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; use it with --backend ort"):
         on_doubles(backend="trt", device="cuda")
     with pytest.raises(EngineError, match="has no engine slow"):
@@ -182,7 +182,7 @@ class OldEngine(FakeEngine):
         return made and OldContext(self, replays_itself=False)
 
 
-def test_the_oldest_library_runs_the_concat_form(dates: Model) -> None:
+def test_the_oldest_library_runs_the_concat_variant(dates: Model) -> None:
     session = dates.trt("concat", kind=OldEngine)
     found, expected = (decode(one, dates.sources[:5], DecodeConfig(num_beams=2)) for one in (session, dates_ort(dates)))
     assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]

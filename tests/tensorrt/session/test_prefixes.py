@@ -12,7 +12,7 @@ from tests import tiny
 from tests.runtime.exported import LONG, Once, exported
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.trt_double import DoubleSession, trt_session
-from tfexport.contract import DECODER, Form
+from tfexport.contract import DECODER, Variant
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession
@@ -41,9 +41,9 @@ def sources() -> list[list[int]]:
     return [rng.integers(3, LONG.source_vocab, length).tolist() for length in SOURCE_LENGTHS]
 
 
-def on_doubles(once: Once, form: Form = "static", **options: Any) -> DoubleSession:
+def on_doubles(once: Once, variant: Variant = "static", **options: Any) -> DoubleSession:
     graphs, spec = exported(tiny.model(LONG, dtype=torch.float32), once)
-    return trt_session(graphs, spec, form, **options)
+    return trt_session(graphs, spec, variant, **options)
 
 
 def tokens_of(
@@ -76,13 +76,13 @@ def test_the_concat_variant_reads_pieces_after_its_past(
     assert tokens_of(on_doubles(once, "concat"), among, equal) == tokens_of(eager, among, equal)
 
 
-@pytest.mark.parametrize("form", ["static", "concat"])
+@pytest.mark.parametrize("variant", ["static", "concat"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_piece_is_as_long_as_its_profile(once: Once, sources: list[list[int]], form: Form, length: int) -> None:
+def test_a_piece_is_as_long_as_its_profile(once: Once, sources: list[list[int]], variant: Variant, length: int) -> None:
     """Sixteen tokens, or more if the profile of the engine allows it."""
     for shapes, runs in (("", -(-length // PREFIX_PIECE)), (f"target_ids:32x{LONG.max_target_length}", 1)):
         cuda = CudaDouble()
-        batch = on_doubles(once, form, cuda=cuda, max_shapes=shapes).batch()
+        batch = on_doubles(once, variant, cuda=cuda, max_shapes=shapes).batch()
         batch.add(*pad_right(sources[:2], LONG.tokens.pad), [[LONG.tokens.start] + [5] * length] * 2)
-        assert cuda.counts[f"enqueue {DECODER[form]}"] == runs
+        assert cuda.counts[f"enqueue {DECODER[variant]}"] == runs
         assert batch.lengths.tolist() == [length] * 2

@@ -16,7 +16,7 @@ from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import Model
 from tests.tensorrt.session.test_batch import assert_as_alone
 from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
-from tfexport.contract import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER, REORDER, Form
+from tfexport.contract import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER, REORDER, Variant
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
@@ -26,7 +26,7 @@ from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.session._replica import MAX_FREE_REPLICAS
 from tfexport.tensorrt.session.session import TrtSession
 
-FORMS: tuple[Form, ...] = ("static", "concat")
+VARIANTS: tuple[Variant, ...] = ("static", "concat")
 
 
 def greedy_steps(session: Any, model: Model, num_steps: int, num_sources: int = 3) -> None:
@@ -103,10 +103,10 @@ class TiedEngine(FakeEngine):
             arrays[CANDIDATE_IDS][:, :2] = -np.sort(-arrays[CANDIDATE_IDS][:, :2])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_equal_logits_come_in_order_of_id(dates: Model, form: Form) -> None:
-    batch, new = dates.started(dates.trt(form, kind=TiedEngine), 3)
-    plain, _ = dates.started(dates.trt(form), 3)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equal_logits_come_in_order_of_id(dates: Model, variant: Variant) -> None:
+    batch, new = dates.started(dates.trt(variant, kind=TiedEngine), 3)
+    plain, _ = dates.started(dates.trt(variant), 3)
     for _ in range(3):
         found, expected = batch.step(new, 4), plain.step(new, 4)
         assert (found.logits[:, 0] == found.logits[:, 1]).all()
@@ -173,9 +173,9 @@ def test_a_source_that_joins_does_not_get_the_step_of_its_slot(dates: Model) -> 
     np.testing.assert_allclose(found.logits[-1, 0], logits.max(), atol=1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_sources_may_leave_before_the_encoder_has_read_its_mask(dates: Model, form: Form) -> None:
-    batch, sources = dates.trt(form).batch(), [[4] * 9, [5, 6], [7] * 8, [8]]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sources_may_leave_before_the_encoder_has_read_its_mask(dates: Model, variant: Variant) -> None:
+    batch, sources = dates.trt(variant).batch(), [[4] * 9, [5, 6], [7] * 8, [8]]
     dates.add(batch, sources)
     batch.remove(np.array([0, 3]))
     found = batch.step(np.full(2, dates.start), 3)
@@ -303,10 +303,10 @@ def test_memory_is_what_the_documentation_says(dates: Model) -> None:
     assert documented < session.memory_bytes() < documented + small
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_close_frees_everything_also_under_a_batch(dates: Model, form: Form) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_close_frees_everything_also_under_a_batch(dates: Model, variant: Variant) -> None:
     cuda = CudaDouble()
-    session = dates.trt(form, cuda=cuda)
+    session = dates.trt(variant, cuda=cuda)
     batch, new = dates.started(session, 3, 2)
     for _ in range(4):
         new = batch.step(new, 1).token_ids[:, 0]
@@ -344,12 +344,12 @@ def steps(dates: Model, session: TrtSession, number: int, num_candidates: int = 
         (lambda s, m: steps(m, s, 1, 6), "6 candidates, the limit is 5 .*--maxShapes num_candidates:6"),
     ],
 )
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_request_above_the_engines_names_limit_and_command(
-    dates: Model, form: Form, ask: Callable[[TrtSession, Model], object], message: str
+    dates: Model, variant: Variant, ask: Callable[[TrtSession, Model], object], message: str
 ) -> None:
     narrow = {"max_batch": 4, "max_source_length": 8, "max_target_length": 6, "max_shapes": "num_candidates:5"}
-    session = dates.trt(form, **narrow)
+    session = dates.trt(variant, **narrow)
     assert (session.spec.max_source_length, session.spec.max_target_length) == (8, 6)
     limits = session.limits
     most = (limits.rows.most, limits.source_length.most, limits.target_length.most, limits.candidates.most)

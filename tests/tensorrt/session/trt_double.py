@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 
 from tests.tensorrt.cuda_double import ALIGNMENT, CudaDouble, MisuseError, read_host
-from tfexport.contract import DECODER, ENCODER, NUM_CANDIDATES, REORDER, Form, GraphSpec, ModelSpec, TensorSpec
+from tfexport.contract import DECODER, ENCODER, NUM_CANDIDATES, REORDER, GraphSpec, ModelSpec, TensorSpec, Variant
 from tfexport.export.reorder import reorder_graph
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.build._profiles import make_profiles
@@ -373,21 +373,21 @@ class FakeRuntimeConfig:
 def make_engines(
     graphs: Mapping[str, Path],
     spec: ModelSpec,
-    form: Form | None,
+    variant: Variant | None,
     config: EngineConfig,
     cuda: CudaDouble,
     log: list[str],
     kind: type[FakeEngine] = FakeEngine,
 ) -> tuple[dict[str, FakeEngine], EngineLimits]:
     """Make the engines of a model, with the profiles that a build would give them."""
-    profiles = make_profiles(spec, form or "static", config)
-    capacities, engines = decoder_plans(form, profiles.limits), {}
-    for name in plan_names(form, profiles.limits):
-        contract, capacity = plan_contract(name, spec, form), capacities.get(name, 0)
+    profiles = make_profiles(spec, variant or "static", config)
+    capacities, engines = decoder_plans(variant, profiles.limits), {}
+    for name in plan_names(variant, profiles.limits):
+        contract, capacity = plan_contract(name, spec, variant), capacities.get(name, 0)
         fixed = GraphSpec(*(tuple(fix(t, capacity) for t in side) for side in (contract.inputs, contract.outputs)))
-        graph = graphs[DECODER[form] if form and capacity else ENCODER]
+        graph = graphs[DECODER[variant] if variant and capacity else ENCODER]
         source = reorder_graph(spec.precision) if name == REORDER else graph
-        aliases = cache_aliases(name, spec, form)
+        aliases = cache_aliases(name, spec, variant)
         engines[name] = kind(name, source, fixed, profiles.engines[name], cuda, log, aliases)
     return engines, profiles.limits
 
@@ -400,7 +400,7 @@ def fix(tensor: TensorSpec, capacity: int) -> TensorSpec:
 def trt_session(
     graphs: Mapping[str, Path],
     spec: ModelSpec,
-    form: Form | None,
+    variant: Variant | None,
     *,
     cuda: CudaDouble | None = None,
     kind: type[FakeEngine] = FakeEngine,
@@ -411,11 +411,11 @@ def trt_session(
     cuda, log = cuda or CudaDouble(), []  # type: ignore[var-annotated]
     wide = f"num_candidates:{spec.vocab}" if spec.has_decoder else ""
     config = EngineConfig(**{"max_batch": 32, "max_shapes": wide, **changes})
-    engines, limits = make_engines(graphs, spec, form, config, cuda, log, kind)
+    engines, limits = make_engines(graphs, spec, variant, config, cuda, log, kind)
     device: Any = cuda
     reason = lambda: log[-1] if log else "nothing"  # noqa: E731
     more: dict[str, Any] = {"weights": config.weights, "reason": reason, "kernels": kernels}
-    return DoubleSession(engines, spec, form, limits, LIBRARY, device, **more)
+    return DoubleSession(engines, spec, variant, limits, LIBRARY, device, **more)
 
 
 LIBRARY: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")

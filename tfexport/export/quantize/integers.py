@@ -18,7 +18,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, Form, GraphEntry, Quantization
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, GraphEntry, Quantization, Variant
 from tfexport.errors import BundleError, GraphError
 from tfexport.export import graph_file
 from tfexport.export.decoders import VARIANTS, ModuleTraits
@@ -43,11 +43,13 @@ _SIGNED, _UNSIGNED = (127, 128), (255, 0)
 _LEAST_MAGNITUDE = 1e-30
 
 
-def fastest_variant(forms: Sequence[Form], traits: TransformerConfig | ModuleTraits) -> tuple[Form, ...]:
+def fastest_variant(variants: Sequence[Variant], traits: TransformerConfig | ModuleTraits) -> tuple[Variant, ...]:
     """Return the fastest variant that supports a model; only this one is quantized."""
-    fastest: tuple[Form, ...] = ("contrib", "static", "concat")
-    supported = [form for form in fastest if form in forms and not VARIANTS[form].supports(traits, "fp32")]
-    return tuple(supported[:1] or forms)
+    fastest: tuple[Variant, ...] = ("contrib", "static", "concat")
+    supported = [
+        variant for variant in fastest if variant in variants and not VARIANTS[variant].supports(traits, "fp32")
+    ]
+    return tuple(supported[:1] or variants)
 
 
 def write_integer_graphs(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from tfexport.config import Ge, Gt, Le, settings
-from tfexport.contract import Device, Form
+from tfexport.contract import Device, Variant
 from tfexport.errors import ConfigError
 from tfexport.serve.config import MAX_S, HttpConfig, ServingConfig, named_bundles
 
@@ -37,10 +37,10 @@ def app(arguments: Mapping[str, Any]) -> Application:
     return deployment_of(found).bind(found)
 
 
-class Arguments(ServingConfig, HttpConfig, subject=SUBJECT):
+class Arguments(ServingConfig, HttpConfig, subject=SUBJECT, former={"form": "variant"}):
     """Arguments of the application, with those of `ServingConfig` and `HttpConfig`.
 
-    Paths are paths on the nodes that run replicas. `backend`, `form` and `engine` are those of `tfexport.load`.
+    Paths are paths on the nodes that run replicas. `backend`, `variant` and `engine` are those of `tfexport.load`.
 
     Attributes:
         bundle: `[NAME=]BUNDLE` or a list of them; each replica serves all bundles, each with its own engine.
@@ -57,7 +57,7 @@ class Arguments(ServingConfig, HttpConfig, subject=SUBJECT):
 
     bundle: str | tuple[str, ...]
     backend: str = "auto"
-    form: Form | None = None
+    variant: Variant | None = None
     device: Device | None = None
     engine: str | None = None
     threads: int | None = None

@@ -63,7 +63,7 @@ class Replica:
                 arguments,
                 observer=metrics.observer(name),
                 backend=arguments.backend,
-                form=arguments.form,
+                variant=arguments.variant,
                 device=arguments.device or ("cuda" if resources.get("GPU") else "cpu"),
                 engine=arguments.engine,
                 threads=arguments.threads or max(1, int(resources.get("CPU", 1)) // len(bundles)),

@@ -23,7 +23,7 @@ SHA256 = "bundle_sha256"
 BUNDLE = "bundle"
 VERSION = "1"
 # Options of `tfexport.load`. All but the last are text, even if they look like numbers.
-LOADING = ("backend", "form", "device", "engine", "threads")
+LOADING = ("backend", "variant", "device", "engine", "threads")
 _OPTION_TYPES: dict[object, str] = {bool: "BOOL", int: "INT64", float: "FP64", str: "STRING"}
 _ANY = -1  # any size
 
@@ -50,7 +50,8 @@ class Settings:
     def read(cls, parameters: Mapping[str, str]) -> Settings:
         """Read config.pbtxt parameters; raise `ConfigError` for missing or invalid ones."""
         # Names in capitals are Triton's own parameters.
-        parameters = {name: text for name, text in parameters.items() if not name.isupper()}
+        former = {"form": "variant"}  # in repositories of earlier versions
+        parameters = {former.get(name, name): text for name, text in parameters.items() if not name.isupper()}
         serving, limits = (
             {one.name: _value(parameters.pop(one.name)) for one in dataclasses.fields(kind) if one.name in parameters}
             for kind in (ServingConfig, Limits)

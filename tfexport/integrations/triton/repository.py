@@ -73,7 +73,7 @@ def write_repository(
         force: replace an empty directory, or an unchanged repository that tfexport wrote.
         trusted_keys: files of public keys, one of which must have signed each bundle; None accepts every bundle.
         report: called with a line about each step.
-        loading: options of `tfexport.load`: backend, form, device, engine, threads.
+        loading: options of `tfexport.load`: backend, variant, device, engine, threads.
 
     Raises:
         ConfigError: two models have the same name, or `output` is not a valid path.

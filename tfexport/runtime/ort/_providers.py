@@ -15,7 +15,7 @@ from pathlib import Path
 import onnxruntime as ort
 
 from tfexport._io.extras import extra_command, replacing_command
-from tfexport.contract import Device, Form
+from tfexport.contract import Device, Variant
 from tfexport.errors import BackendError
 from tfexport.precision import Precision
 
@@ -48,7 +48,7 @@ class Provider:
     device: Device
     ort_name: str
     minimum: str  # oldest version of the package that works; the extras require the same version
-    forms: tuple[Form, ...]  # decoder variants that it runs, the fastest first
+    variants: tuple[Variant, ...]  # decoder variants that it runs, the fastest first
     precisions: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
     is_host: bool = False  # whether it uses host memory, so that NumPy can share arrays with it
     options: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ CPU = Provider(
     device="cpu",
     ort_name="CPUExecutionProvider",
     minimum="1.25",
-    forms=("contrib", "static", "concat"),
+    variants=("contrib", "static", "concat"),
     precisions=("fp32", "fp16"),
     is_host=True,
 )
@@ -121,7 +121,7 @@ CUDA = Provider(
     device="cuda",
     ort_name="CUDAExecutionProvider",
     minimum="1.30",
-    forms=("static", "concat"),
+    variants=("static", "concat"),
     # TF32 keeps 10 bits of a float32 product, too few for a bundle in fp32. The first GPU is the default; if its number
     # is given, onnxruntime 1.31 looks for a plugin and warns that there is none.
     options={"use_tf32": "0"},

@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from tfexport import contract
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import Device, Form
+from tfexport.contract import Device, Variant
 from tfexport.errors import BackendError, BundleError
 from tfexport.precision import FLOAT, Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedBatch
@@ -32,7 +32,7 @@ from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
 _log = logging.getLogger(__name__)
 
 # The encoder graph and the batch class of each decoder variant.
-VARIANTS: dict[Form, tuple[str, Callable[[OrtGraphs, int], CheckedBatch]]] = {
+VARIANTS: dict[Variant, tuple[str, Callable[[OrtGraphs, int], CheckedBatch]]] = {
     "concat": (contract.ENCODER, ConcatBatch),
     "static": (contract.ENCODER, StaticBatch),
     "contrib": (contract.ENCODER_CONTRIB, ContribBatch),
@@ -47,7 +47,7 @@ class OrtSession(CheckedAligner):
     def __init__(
         self,
         graphs: Graphs,
-        form: Form | None,
+        variant: Variant | None,
         threads: Threads | int | None = None,
         device: Device = "cpu",
         *,
@@ -57,16 +57,16 @@ class OrtSession(CheckedAligner):
 
         Args:
             graphs: graphs to run.
-            form: decoder variant; None for an encoder-only bundle.
+            variant: decoder variant; None for an encoder-only bundle.
             threads: CPU threads of a call; None if ONNX Runtime chooses them.
             device: of the graphs and caches.
             host_caches: whether NumPy moves the caches; None for yes on the CPU. False tests the code for a GPU there.
         """
-        self.spec, self.form, spec, paths = graphs.spec, form, graphs.spec, graphs.paths
+        self.spec, self.variant, spec, paths = graphs.spec, variant, graphs.spec, graphs.paths
         self.threads = Threads(threads, threads) if isinstance(threads, int) else threads
         provider = PROVIDERS[device]
-        if form is not None and form not in provider.forms:
-            raise BackendError(f"ort: decoder variant {form} runs on the CPU only; for device {device} leave it out")
+        if variant is not None and variant not in provider.variants:
+            raise BackendError(f"ort: decoder variant {variant} runs on the CPU only; for device {device} leave it out")
         if spec.precision not in provider.precisions:
             raise BackendError(
                 f"ort: ONNX Runtime has no {FLOAT[spec.precision]} kernels on device {device}; use --device cuda or "
@@ -76,9 +76,9 @@ class OrtSession(CheckedAligner):
         self.accuracy: Accuracy = graphs.weights or spec.precision
         self._paths, self._device = paths, OrtDevice(device, graphs.weights)
         decoder = gather = None
-        if form is not None:
+        if variant is not None:
             # The decoder, the larger graph, first: weights are in memory twice while they are packed.
-            decoder = self._load(contract.DECODER[form], spin_us=STEP_SPIN_US)
+            decoder = self._load(contract.DECODER[variant], spin_us=STEP_SPIN_US)
             if not (provider.is_host if host_caches is None else host_caches):
                 if contract.REORDER not in paths:
                     raise BundleError(
@@ -86,7 +86,7 @@ class OrtSession(CheckedAligner):
                         "export it again: tfexport onnx SOURCE --output BUNDLE --force"
                     )
                 gather = RowGather(self._device, paths[contract.REORDER], FLOAT[spec.precision])
-        encoder = self._load(contract.ENCODER if form is None else VARIANTS[form][0])
+        encoder = self._load(contract.ENCODER if variant is None else VARIANTS[variant][0])
         self._graphs = OrtGraphs(spec, self._device, encoder, decoder, gather)
         # The alignment graph is loaded at its first use, because it has its own weights.
         self._aligner: ort.InferenceSession | None = None
@@ -97,8 +97,8 @@ class OrtSession(CheckedAligner):
         return self._graphs.encoder is not None
 
     def _batch(self, width: int) -> CheckedBatch:
-        assert self.form is not None
-        return VARIANTS[self.form][1](self._graphs, width)
+        assert self.variant is not None
+        return VARIANTS[self.variant][1](self._graphs, width)
 
     def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         io = self._graphs.bind_encoder(source_ids, source_mask)
@@ -141,12 +141,12 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
             f"ort: {bundle.path} has {graphs.weights} weights for the CPU; for device {options.device} export it again "
             "with --precision fp16"
         )
-    threads, form = choose_threads(options.threads, bundle), _choose_form(bundle, options)
+    threads, variant = choose_threads(options.threads, bundle), _choose_variant(bundle, options)
     try:
-        return OrtSession(graphs, form, threads, options.device)
+        return OrtSession(graphs, variant, threads, options.device)
     except PlacementError as problem:
         # CUDA 12 ends with onnxruntime-gpu 1.26, which has no kernels for the static variant.
-        if options.form is not None or form == "concat" or contract.DECODER["concat"] not in graphs.paths:
+        if options.variant is not None or variant == "concat" or contract.DECODER["concat"] not in graphs.paths:
             raise
         session = OrtSession(graphs, "concat", threads, options.device)
         _log.warning(
@@ -157,44 +157,46 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
         return session
 
 
-def _choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
+def _choose_variant(bundle: Bundle, options: LoadOptions) -> Variant | None:
     """Return the requested or the fastest decoder variant; None without a decoder."""
     if not bundle.manifest.spec.has_decoder:
         return None
-    graphs, form = bundle.manifest.graphs, options.form
-    if form is None:
-        return _forms(graphs, options.device, bundle.path)[0]
-    if contract.DECODER[form] not in graphs:
-        raise BundleError(f"{bundle.path}: has no decoder variant {form}; export it with --forms concat,static,contrib")
-    return form
+    graphs, variant = bundle.manifest.graphs, options.variant
+    if variant is None:
+        return _variants(graphs, options.device, bundle.path)[0]
+    if contract.DECODER[variant] not in graphs:
+        raise BundleError(
+            f"{bundle.path}: has no decoder variant {variant}; export it with --variants concat,static,contrib"
+        )
+    return variant
 
 
 def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
     """Open every decoder variant that the device runs, by name."""
-    forms: list[Form | None] = [None]
+    variants: list[Variant | None] = [None]
     if graphs.spec.has_decoder:
-        runnable = _forms(graphs.paths, options.device, "verify")
-        forms = [form for form in contract.DECODER if form in runnable]
+        runnable = _variants(graphs.paths, options.device, "verify")
+        variants = [variant for variant in contract.DECODER if variant in runnable]
     where = "" if options.device == "cpu" else f" {options.device}"
-    for form in forms:
+    for variant in variants:
         try:
-            session = OrtSession(graphs, form, None, options.device)
+            session = OrtSession(graphs, variant, None, options.device)
         except PlacementError as problem:
-            if form == "concat" or "concat" not in forms:
+            if variant == "concat" or "concat" not in variants:
                 raise
-            _log.warning("%s; does not verify the %s decoder variant", str(problem).partition(";")[0], form)
+            _log.warning("%s; does not verify the %s decoder variant", str(problem).partition(";")[0], variant)
             continue
-        yield f"ort {form or 'encoder'}{where}", session
+        yield f"ort {variant or 'encoder'}{where}", session
 
 
-def _forms(graphs: Container[str], device: Device, subject: object) -> list[Form]:
-    forms = [form for form in PROVIDERS[device].forms if contract.DECODER[form] in graphs]
-    if not forms:
+def _variants(graphs: Container[str], device: Device, subject: object) -> list[Variant]:
+    variants = [variant for variant in PROVIDERS[device].variants if contract.DECODER[variant] in graphs]
+    if not variants:
         raise BundleError(
             f"{subject}: has only the decoder variant contrib, which runs on the CPU; for device {device} export it "
-            "with --forms concat,static"
+            "with --variants concat,static"
         )
-    return forms
+    return variants
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tfexport.contract import NUM_CANDIDATES, REORDER, Dim, Form, GraphSpec, ModelSpec, TensorSpec
+from tfexport.contract import NUM_CANDIDATES, REORDER, Dim, GraphSpec, ModelSpec, TensorSpec, Variant
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.tensorrt.config import (
     EngineConfig,
@@ -55,24 +55,24 @@ class Profiles:
     engines: Mapping[str, tuple[Profile, ...]]  # by plan
 
 
-def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles:
+def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Profiles:
     """Derive the profiles of all engines; raise `ConfigError` with every problem.
 
-    The lengths of `spec` are the default limits. `form` is ignored for encoder-only bundles.
+    The lengths of `spec` are the default limits. `variant` is ignored for encoder-only bundles.
     """
-    problems = _limit_problems(spec, form, config)
+    problems = _limit_problems(spec, variant, config)
     raise_all(ConfigError, "engine", problems)
-    limits = _limits(spec, form, config)
-    decoders = decoder_plans(form, limits) if spec.has_decoder else {}
-    plans = plan_names(form if spec.has_decoder else None, limits)
-    graphs = {plan: plan_contract(plan, spec, form) for plan in plans}
+    limits = _limits(spec, variant, config)
+    decoders = decoder_plans(variant, limits) if spec.has_decoder else {}
+    plans = plan_names(variant if spec.has_decoder else None, limits)
+    graphs = {plan: plan_contract(plan, spec, variant) for plan in plans}
     # Sizes of the reorder follow from those of the decoder.
     inputs = [tensor for plan in plans if plan != REORDER for tensor in graphs[plan].inputs]
     # The syntax can name only the largest capacity.
     fixed = {"capacity": limits.max_target_length}
     dims = {tensor.name: tuple(fixed.get(str(dim), dim) for dim in _dims(tensor)) for tensor in inputs}
     bound = {bound: _bind(bound, config, dims, problems) for bound in _BOUNDS}
-    ranges = _ranges(spec, form, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
+    ranges = _ranges(spec, variant, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
     _follow(bound)
     overridden = {name for sizes in bound.values() for name in sizes}
     for name in overridden & ranges.keys():
@@ -85,12 +85,12 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     limits = replace(limits, max_batch=largest["batch"], max_source_length=largest["source_len"])
     if spec.has_decoder:
         limits = replace(limits, max_candidates=largest["num_candidates"])
-        if form == "concat":
+        if variant == "concat":
             limits = replace(limits, max_target_length=largest["past_len"] + 1)
     return Profiles(limits, {plan: _profiles(graphs[plan], ranges, decoders.get(plan)) for plan in plans})
 
 
-def _limit_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[str]:
+def _limit_problems(spec: ModelSpec, variant: Variant, config: EngineConfig) -> list[str]:
     problems = []
     for name in ("max_source_length", "max_target_length"):
         wanted, most = getattr(config, name), getattr(spec, name)
@@ -100,17 +100,17 @@ def _limit_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[s
     if config.capacities:
         most = config.max_target_length or spec.max_target_length
         listed = f"capacities are {', '.join(map(str, config.capacities))}"
-        if not spec.has_decoder or form != "static":
+        if not spec.has_decoder or variant != "static":
             problems.append(f"{listed}, which are only for static decoders; leave them out")
         elif config.capacities[-1] > most:
             problems.append(f"{listed}, expected at most max_target_length, {most}")
     return problems
 
 
-def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
+def _limits(spec: ModelSpec, variant: Variant, config: EngineConfig) -> EngineLimits:
     longest = config.max_target_length or spec.max_target_length
     capacities: tuple[int, ...] = ()
-    if spec.has_decoder and form == "static":
+    if spec.has_decoder and variant == "static":
         shorter = tuple(capacity for capacity in config.capacities if capacity < longest)
         capacities = (*shorter, longest) if config.capacities else default_capacities(longest)
     return EngineLimits(
@@ -122,7 +122,7 @@ def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
     )
 
 
-def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> dict[str, Range]:
+def _ranges(spec: ModelSpec, variant: Variant, limits: EngineLimits, piece: int) -> dict[str, Range]:
     # `target_len` is the size of a prefill, which reads `piece` tokens of a prompt at once.
     ranges = {"batch": _up_to(limits.max_batch), "source_len": _up_to(limits.max_source_length)}
     if spec.has_decoder:
@@ -133,7 +133,7 @@ def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> di
             "target_len": _up_to(min(most, piece)),
             "num_candidates": Range(1, 1, limits.max_candidates),
         }
-        if form == "concat":
+        if variant == "concat":
             ranges["past_len"] = Range(0, (most - 1) // 2, most - 1)
     return ranges
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import DECODER, ENCODER, REORDER, WEIGHTS, Form, ModelSpec
+from tfexport.contract import DECODER, ENCODER, REORDER, WEIGHTS, ModelSpec, Variant
 from tfexport.errors import ConfigError, EngineError, raise_all
 from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
@@ -21,7 +21,7 @@ from tfexport.tensorrt.config import EngineConfig, decoder_plans
 from tfexport.tensorrt.cuda import Gpu
 
 T = TypeVar("T")
-_EXPORT_BOTH = "export it with --forms concat,static"
+_EXPORT_BOTH = "export it with --variants concat,static"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ResolvedBuild:
     @property
     def graphs(self) -> tuple[str, ...]:
         """Names of the bundle's graphs that become plans."""
-        return (ENCODER,) if self.config.form is None else (ENCODER, DECODER[self.config.form])
+        return (ENCODER,) if self.config.variant is None else (ENCODER, DECODER[self.config.variant])
 
     @property
     def is_exported_again(self) -> bool:
@@ -59,9 +59,9 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
     """Resolve all build options; raise `EngineError` with every problem."""
     problems = _bundle_problems(bundle, config)
     notes: list[str] = []
-    form = _form(bundle, config, library, problems, notes)
+    variant = _variant(bundle, config, library, problems, notes)
     spec = replace(bundle.manifest.spec, precision=config.precision or bundle.manifest.spec.precision)
-    profiles = _collect(problems, lambda: make_profiles(spec, form or "concat", config))
+    profiles = _collect(problems, lambda: make_profiles(spec, variant or "concat", config))
     options = _collect(problems, lambda: resolve_options(library, config, gpu))
     raise_all(EngineError, "trt", problems)
     assert profiles is not None
@@ -69,7 +69,7 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
     resolved = replace(
         options,
         target=library.target,
-        form=form,
+        variant=variant,
         precision=spec.precision,
         max_source_length=profiles.limits.max_source_length,
         max_target_length=profiles.limits.max_target_length or None,
@@ -92,17 +92,17 @@ def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[s
         from tfexport.export.write import write_precision
 
         (folder := directory / resolved.spec.precision).mkdir()
-        entries = write_precision(resolved.bundle, resolved.spec.precision, config.form, folder, report=report)
+        entries = write_precision(resolved.bundle, resolved.spec.precision, config.variant, folder, report=report)
     if config.weights is not None:
         source = folder
         (folder := directory / config.weights).mkdir()
         entries = quantize_graphs(source, entries, folder, config.weights, report=report)
     files = {name: folder / entry.file for name, entry in entries.items()}
     graphs = [Graph(ENCODER, files[ENCODER].read_bytes(), files[ENCODER])]
-    if config.form is not None:
-        path = files[DECODER[config.form]]
-        for plan, capacity in decoder_plans(config.form, resolved.profiles.limits).items():
-            data = fix_capacity(path, capacity) if config.form == "static" else path.read_bytes()
+    if config.variant is not None:
+        path = files[DECODER[config.variant]]
+        for plan, capacity in decoder_plans(config.variant, resolved.profiles.limits).items():
+            data = fix_capacity(path, capacity) if config.variant == "static" else path.read_bytes()
             graphs.append(Graph(plan, data, path))
         graphs.append(Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx"))
     return graphs
@@ -120,24 +120,30 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
     return []
 
 
-def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str], notes: list[str]) -> Form | None:
+def _variant(
+    bundle: Bundle, config: EngineConfig, library: Library, problems: list[str], notes: list[str]
+) -> Variant | None:
     if not bundle.manifest.spec.has_decoder:
-        if config.form is not None:
-            problems.append(f"form is {config.form}, but an encoder-only bundle has no decoder; leave it out")
+        if config.variant is not None:
+            problems.append(f"variant is {config.variant}, but an encoder-only bundle has no decoder; leave it out")
         return None
-    available = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs and form != "contrib"]
+    available = [
+        variant for variant, graph in DECODER.items() if graph in bundle.manifest.graphs and variant != "contrib"
+    ]
     if not available:
         problems.append(f"the bundle has only the contrib variant, which is for ONNX Runtime; {_EXPORT_BOTH}")
         return None
     unfit = _static_problem(bundle.manifest.spec, library)
-    form = config.form or (available[0] if unfit else available[-1])
-    if form not in available:
-        problems.append(f"form is {form}, the bundle has only {available[0]}; {_EXPORT_BOTH}")
-    if unfit and form == "static":
-        problems.append(f"form is static, {unfit}; {'use --form concat' if 'concat' in available else _EXPORT_BOTH}")
-    if unfit and config.form is None and form != available[-1]:
+    variant = config.variant or (available[0] if unfit else available[-1])
+    if variant not in available:
+        problems.append(f"variant is {variant}, the bundle has only {available[0]}; {_EXPORT_BOTH}")
+    if unfit and variant == "static":
+        problems.append(
+            f"variant is static, {unfit}; {'use --variant concat' if 'concat' in available else _EXPORT_BOTH}"
+        )
+    if unfit and config.variant is None and variant != available[-1]:
         notes.append(f"building the concat variant, not static, {unfit}")
-    return form
+    return variant
 
 
 def _static_problem(spec: ModelSpec, library: Library) -> str | None:

@@ -32,11 +32,11 @@ class TrtBatch(CheckedBatch):
 
     def __init__(self, width: int, engines: EngineSet, limits: Limits, open_pool: Callable[[], ReplicaPool]) -> None:
         """Create an empty batch; `open_pool` raises if the session is closed."""
-        assert engines.form is not None
+        assert engines.variant is not None
         super().__init__(engines.spec, width)
-        self.can_join = engines.form == "static"
-        self._form, self._limits, self._open_pool = engines.form, limits, open_pool
-        self._capacities = tuple(decoder_plans(engines.form, engines.limits).values())
+        self.can_join = engines.variant == "static"
+        self._variant, self._limits, self._open_pool = engines.variant, limits, open_pool
+        self._capacities = tuple(decoder_plans(engines.variant, engines.limits).values())
         self._layout = BatchLayout(0, width, 0, 0, np.empty(0, np.int64))
         self._source_mask: Mask = np.empty((0, 0), np.bool_)  # by source, not by slot
         self._replica: Replica | None = None
@@ -81,7 +81,7 @@ class TrtBatch(CheckedBatch):
             return
         order = np.arange(self._layout.num_rows)
         order[self._layout.rows] = self._layout.rows[rows]
-        if self._replica is not None and (self._form == "static" or self._past_len):
+        if self._replica is not None and (self._variant == "static" or self._past_len):
             with self._replica.watched():
                 self._replica.decoder.reorder(self._layout, order, self._past_len)
         self.lengths = self.lengths[rows]
@@ -101,7 +101,7 @@ class TrtBatch(CheckedBatch):
     def _num_slots(self, num_sources: int) -> int:
         # Keep the number of slots unless it is too small, or a quarter of it is enough.
         most = self._limits.rows.most
-        if self._form == "concat" or not most:
+        if self._variant == "concat" or not most:
             return num_sources
         size, now = bucket(num_sources, most // self.width), self._layout.size
         return now if self._layout.slots.size and size <= now < 4 * size else size
@@ -109,7 +109,7 @@ class TrtBatch(CheckedBatch):
     def _padded_length(self, new: Mask) -> int:
         longest = max(int(mask.sum(1).max()) for mask in (self._source_mask, new) if mask.size)
         most = self._limits.source_length.most
-        return bucket(longest, most) if self._form == "static" and most else longest
+        return bucket(longest, most) if self._variant == "static" and most else longest
 
     def _capacity(self, longest: int) -> int:
         # Shrink only if half of the smaller capacity is enough, because rows will grow.
@@ -132,11 +132,11 @@ class TrtBatch(CheckedBatch):
 
     def _check_new(self, source_ids: Ids, prompts: Prompts) -> None:
         lengths = [len(prompt) for prompt in prompts]
-        if self._form == "concat" and (self.lengths.size or len(set(lengths)) > 1):
+        if self._variant == "concat" and (self.lengths.size or len(set(lengths)) > 1):
             problem = "others are being decoded" if self.lengths.size else "their prompts are of unequal length"
             raise InputError(
                 f"trt: sources cannot be added in the concat variant while {problem}; add all of them at once, "
-                "or build engines of the static variant: tfexport trt BUNDLE --form static --force"
+                "or build engines of the static variant: tfexport trt BUNDLE --variant static --force"
             )
         check_limit("rows", self.lengths.size + len(source_ids) * self.width, self._limits.rows)
         check_limit("source tokens", source_ids.shape[1], self._limits.source_length)

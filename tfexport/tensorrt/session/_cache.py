@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Form, decoder_graph, key_value_names
+from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Variant, decoder_graph, key_value_names
 from tfexport.precision import FLOAT
 from tfexport.runtime.session import Ids
 from tfexport.tensorrt.config import Shape
@@ -79,11 +79,11 @@ class Caches:
     memory for past_len tokens, and each step writes the twins.
     """
 
-    def __init__(self, device: DeviceResources, form: Form) -> None:
+    def __init__(self, device: DeviceResources, variant: Variant) -> None:
         self.side = 0  # changes with every swap; a CUDA graph is valid only for the side that it was captured on
-        self._device, self._form = device, form
+        self._device, self._variant = device, variant
         spec = device.engines.spec
-        graph = decoder_graph(spec, form)
+        graph = decoder_graph(spec, variant)
         self._tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.outputs)}
         self._past, self._cross = key_value_names("past", spec.layers), key_value_names("cross", spec.layers)
         self._present = key_value_names("present", spec.layers)
@@ -96,7 +96,7 @@ class Caches:
 
     def sizes(self, layout: BatchLayout) -> dict[str, int]:
         """Return the size of each buffer in bytes."""
-        twins = self._present if self._form == "concat" else ()
+        twins = self._present if self._variant == "concat" else ()
         return self._sizes((*self._cross, *self._past, *twins), layout)
 
     def twin_sizes(self, layout: BatchLayout) -> dict[str, int]:
@@ -144,7 +144,7 @@ class Caches:
         self._order[: order.size] = order
         for width, group in pairs.items():
             shapes = {CACHE: (order.size, width), ORDER: order.shape}
-            if self._form == "static":
+            if self._variant == "static":
                 self._replay(group, shapes, (layout.num_rows, layout.capacity, self.side, width))
             else:
                 self._context.bind(shapes, {ORDER: self._device.memory[ORDER]})

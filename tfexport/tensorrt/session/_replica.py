@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tfexport.contract import ENCODER, HIDDEN_STATES, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, Form, encoder_graph
+from tfexport.contract import ENCODER, HIDDEN_STATES, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, Variant, encoder_graph
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
@@ -78,15 +78,15 @@ class Decoder:
     Concat variant: each step writes a longer cache into the other one of two buffers.
     """
 
-    def __init__(self, device: DeviceResources, form: Form) -> None:
-        self._device, self._form = device, form
-        sizes = Sizes.largest(device.engines.limits).buffer_bytes(device.engines.spec, form)
+    def __init__(self, device: DeviceResources, variant: Variant) -> None:
+        self._device, self._variant = device, variant
+        sizes = Sizes.largest(device.engines.limits).buffer_bytes(device.engines.spec, variant)
         device.memory.reserve(sizes)
         self._ios = StepIO(device, sizes[INPUTS], sizes[OUTPUTS]), StepIO(device, sizes[INPUTS], sizes[OUTPUTS])
         self.overlapped = OverlappedStep(self._ios)
         self._contexts: dict[tuple[str, int], Context] = {}
         self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)
-        self.caches = Caches(device, form)
+        self.caches = Caches(device, variant)
 
     def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
         """Read prompts into the first slots, int64 [new rows, target_len], and wait.
@@ -107,7 +107,7 @@ class Decoder:
         rows = layout.rows
         ids, past = np.zeros((2, layout.num_rows), np.int64)
         ids[rows], past[rows] = target_ids, lengths
-        if self._form == "concat":
+        if self._variant == "concat":
             step = self._any_step(sizes, int(lengths[0]))
             io = self._run_once(step, ids, past)
         else:
@@ -140,14 +140,14 @@ class Decoder:
         return Step(self._device, sizes, context, past_len)
 
     def _plan(self, capacity: int) -> str:
-        return decoder_plan(self._form, capacity, self._device.engines.limits)
+        return decoder_plan(self._variant, capacity, self._device.engines.limits)
 
     def _run_once(self, step: Step, ids: Ids, lengths: Ids) -> StepIO:
         self.overlapped.drop()
         io = self._ios[0]
         step.feed(io, ids, lengths)
         io.wait()
-        if self._form == "concat":
+        if self._variant == "concat":
             self.caches.exchange()
         return io
 
@@ -161,7 +161,7 @@ class Replica:
         self._device = DeviceResources(engines)
         try:
             self.encoder = Encoder(self._device)
-            self._decoder = Decoder(self._device, engines.form) if engines.form else None
+            self._decoder = Decoder(self._device, engines.variant) if engines.variant else None
         except BaseException:
             self._device.close()
             raise

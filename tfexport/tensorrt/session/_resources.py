@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tfexport.contract import Form, ModelSpec, TensorSpec
+from tfexport.contract import ModelSpec, TensorSpec, Variant
 from tfexport.errors import BackendError
 from tfexport.precision import DType
 from tfexport.tensorrt.config import STEP, EngineLimits, Shape
@@ -107,7 +107,7 @@ class EngineSet:
 
     engines: Mapping[str, Engine]  # by plan name
     spec: ModelSpec
-    form: Form | None
+    variant: Variant | None
     limits: EngineLimits
     cuda: Cuda
     capture_failed: threading.Event = field(default_factory=threading.Event)

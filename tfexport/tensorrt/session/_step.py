@@ -14,8 +14,8 @@ from tfexport.contract import (
     LOGITS,
     NUM_CANDIDATES,
     TARGET_IDS,
-    Form,
     ModelSpec,
+    Variant,
     decoder_graph,
 )
 from tfexport.runtime.session import Candidates, Ids
@@ -68,15 +68,15 @@ class Sizes:
         """Return every named dimension of the decoder's contract."""
         return {**asdict(self), "past_len": past_len, "past_len + target_len": past_len + self.target_len}
 
-    def packed(self, spec: ModelSpec, form: Form) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
+    def packed(self, spec: ModelSpec, variant: Variant) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
         """Return the layouts of the host's inputs, lengths first, and of the outputs."""
-        graph, dims = decoder_graph(spec, form), self.dims(0)
+        graph, dims = decoder_graph(spec, variant), self.dims(0)
         tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.outputs)}
         inputs, outputs = ([tensors[name] for name in names if name in tensors] for names in (_INPUTS, _OUTPUTS))
         return packed(inputs, dims), packed(outputs, dims)
 
-    def buffer_bytes(self, spec: ModelSpec, form: Form) -> dict[str, int]:
-        inputs, outputs = self.packed(spec, form)
+    def buffer_bytes(self, spec: ModelSpec, variant: Variant) -> dict[str, int]:
+        inputs, outputs = self.packed(spec, variant)
         logits = self.rows * spec.vocab * ITEM_BYTES["float32"]
         return {INPUTS: inputs.itemsize, OUTPUTS: outputs.itemsize, LOGITS: logits}
 
@@ -96,10 +96,10 @@ class Step:
 
         `replays` states whether the step repeats with the same addresses.
         """
-        form = device.engines.form
-        assert form is not None
-        self.sizes, self._form = sizes, form
-        self.inputs, self.outputs = sizes.packed(device.engines.spec, form)
+        variant = device.engines.variant
+        assert variant is not None
+        self.sizes, self._variant = sizes, variant
+        self.inputs, self.outputs = sizes.packed(device.engines.spec, variant)
         self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
         self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture_failed)
         # Shapes depend on it, so the library reads it on the host at every run.
@@ -132,7 +132,7 @@ class Step:
         self._runner.close()
 
     def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
-        if self._form == "static":
+        if self._variant == "static":
             part(io.inputs, self.inputs, CACHE_LENGTHS)[:] = lengths
         self._runner.run(name, lambda: self._queue(io, from_host=name == "feed"), self._can_capture)
         io.record(self._device.stream)
@@ -151,14 +151,14 @@ class Step:
 
     def _bind(self) -> None:
         memory, dims = self._device.memory, self.sizes.dims(self._past_len)
-        graph = decoder_graph(self._device.engines.spec, self._form)
+        graph = decoder_graph(self._device.engines.spec, self._variant)
         addresses = {NUM_CANDIDATES: self._num_candidates.ctypes.data}
         for buffer, layout in ((INPUTS, self.inputs), (OUTPUTS, self.outputs)):
             addresses |= {name: memory[buffer] + offset for name, offset in offsets(layout).items()}
         for tensor in (*graph.inputs, *graph.outputs):
             if tensor.name not in addresses:
                 # The static variant writes in place: past and present share a buffer.
-                name = tensor.name.replace("present_", "past_") if self._form == "static" else tensor.name
+                name = tensor.name.replace("present_", "past_") if self._variant == "static" else tensor.name
                 addresses[tensor.name] = memory[name]
         self._context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
 

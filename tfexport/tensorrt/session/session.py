@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import Form, ModelSpec
+from tfexport.contract import ModelSpec, Variant
 from tfexport.errors import BackendError
 from tfexport.precision import Accuracy, WeightType
 from tfexport.runtime.checked import CheckedSession
@@ -28,8 +28,8 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
     """Open an engine of a bundle as a session."""
     engine = load_engine(bundle, options.engine)
     built = engine.manifest.config
-    if options.form not in (None, built.form):
-        raise BackendError(f"trt: engine {engine.path.name} has the form {built.form}; leave the form out")
+    if options.variant not in (None, built.variant):
+        raise BackendError(f"trt: engine {engine.path.name} has the variant {built.variant}; leave the variant out")
     spec = dataclasses.replace(bundle.manifest.spec, precision=built.precision or bundle.manifest.spec.precision)
 
     def reason() -> str:
@@ -40,7 +40,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
     return TrtSession(
         engine.plans,
         spec,
-        built.form if spec.has_decoder else None,
+        built.variant if spec.has_decoder else None,
         engine.manifest.limits,
         engine.library,
         Cuda(),
@@ -68,7 +68,7 @@ class TrtSession(CheckedSession):
         self,
         engines: Mapping[str, Any],
         spec: ModelSpec,
-        form: Form | None,
+        variant: Variant | None,
         limits: EngineLimits,
         library: Library,
         cuda: Cuda,
@@ -83,13 +83,13 @@ class TrtSession(CheckedSession):
         returns the newest errors in the library's log. `close` writes compiled kernels to `kernels`.
         """
         made = {}
-        for plan in plan_names(form, limits):
+        for plan in plan_names(variant, limits):
             if plan not in engines:
                 raise BackendError(f"trt: engine {plan} is missing; build it with tfexport trt BUNDLE --force")
             made[plan] = Engine(plan, engines[plan], library.trt, reason, kernels)
-            made[plan].check(plan_contract(plan, spec, form), cache_aliases(plan, spec, form))
-        self._engines, self._kernels = EngineSet(made, spec, form, limits, cuda), kernels
-        self.form = form
+            made[plan].check(plan_contract(plan, spec, variant), cache_aliases(plan, spec, variant))
+        self._engines, self._kernels = EngineSet(made, spec, variant, limits, cuda), kernels
+        self.variant = variant
         self.accuracy: Accuracy = weights or spec.precision
         self.limits = _limits(spec, limits)
         self.spec = dataclasses.replace(

@@ -11,8 +11,8 @@ use sha2::{Digest, Sha256};
 
 use crate::Error;
 
-/// Files of each form of the decoder; the first that a bundle has is taken.
-const FORMS: [[&str; 2]; 2] = [["encoder_contrib.onnx", "decoder_contrib.onnx"], ["encoder.onnx", "decoder.onnx"]];
+/// Files of each variant of the decoder; the first that a bundle has is taken.
+const VARIANTS: [[&str; 2]; 2] = [["encoder_contrib.onnx", "decoder_contrib.onnx"], ["encoder.onnx", "decoder.onnx"]];
 pub const TOKENIZER: &str = "tokenizer.json";
 pub const TARGET_TOKENIZER: &str = "target_tokenizer.json";
 pub const WEIGHTS: &str = "weights.safetensors";
@@ -66,15 +66,15 @@ impl Bundle {
 
     /// The files of encoder and decoder; a bundle that needs more than this program does is refused.
     pub fn graphs(&self) -> Result<[&'static str; 2], Error> {
-        let form = FORMS.into_iter().find(|names| names.iter().all(|name| self.has(name)));
-        let refused = match form {
+        let variant = VARIANTS.into_iter().find(|names| names.iter().all(|name| self.has(name)));
+        let refused = match variant {
             _ if self.manifest.format_version != 1 => "has a format that is not 1",
             _ if self.manifest.kind != "encoder-decoder" => "is encoder-only and generates no text",
             _ if !self.has(TOKENIZER) => "has no tokenizer; export it from a model directory with a tokenizer.json",
             _ if self.has("generation.json") => {
                 "has defaults in generation.json, which greedy decoding does not follow"
             }
-            None => "has no decoder in the contrib or the concat form; export it with --forms concat,contrib",
+            None => "has no decoder in the contrib or the concat variant; export it with --variants concat,contrib",
             Some(names) => return Ok(names),
         };
         Err(format!("the bundle {refused}").into())

@@ -94,7 +94,7 @@ impl Model {
         let begin: Vec<i64> = [spec.tokens.start].iter().chain(prefix).map(|&id| id.into()).collect();
         let (mut next, mut past) = (begin.repeat(rows), 0);
         while written.iter().zip(&ended).any(|(ids, is_end)| ids.len() < capacity && !is_end) {
-            // The inputs of both forms are made; the graph is given those that it has.
+            // The inputs of both variants are made; the graph is given those that it has.
             let count = next.len() / rows;
             let total = past + count;
             let positions: Vec<i64> = (past as i64..total as i64).collect();

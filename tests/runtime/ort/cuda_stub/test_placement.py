@@ -15,12 +15,12 @@ import pytest
 
 from tests.conftest import DATES
 from tests.runtime.ort.cuda_stub.conftest import StubGpu
-from tfexport.contract import Form
+from tfexport.contract import Variant
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.precision import Precision
 
-FORMS: tuple[Form, ...] = ("static", "concat")
+VARIANTS: tuple[Variant, ...] = ("static", "concat")
 Once = Callable[[str, Callable[[Path], object]], Path]
 # Sums on shapes. No number of the model, and no copy between host and device: those a step has are counted below.
 ON_CPU = {
@@ -32,7 +32,7 @@ ON_CPU = {
 # What a step uploads are tokens and lengths, what it downloads candidates, their logits and the normalizer. An operator
 # on the CPU that reads numbers of the model would add a download and an upload.
 STEP = {"uploads": 2, "downloads": 3, "host_copies": 0, "fills": 0, "waits": 9}
-COSTS: dict[tuple[Precision, Form], dict[str, int]] = {
+COSTS: dict[tuple[Precision, Variant], dict[str, int]] = {
     ("fp32", "static"): {"kernels": 54, "products": 17, "device_copies": 29},
     ("fp16", "static"): {"kernels": 57, "products": 17, "device_copies": 29},
     ("bf16", "static"): {"kernels": 57, "products": 17, "device_copies": 29},
@@ -44,7 +44,7 @@ COSTS: dict[tuple[Precision, Form], dict[str, int]] = {
 
 @pytest.fixture(scope="session")
 def dates_bf16(once: Once) -> Path:
-    config = ExportConfig(precision="bf16", forms=("concat", "static"))
+    config = ExportConfig(precision="bf16", variants=("concat", "static"))
     return once("dates-bf16", lambda path: export_bundle(str(DATES), path, config, verify=False))
 
 
@@ -54,25 +54,25 @@ def bundle(request: pytest.FixtureRequest) -> tuple[Precision, Path]:
     return request.param, request.getfixturevalue(names[request.param])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_but_shapes_leaves_the_gpu_and_no_count_grows(
-    form: Form, stub_gpu: StubGpu, bundle: tuple[Precision, Path]
+    variant: Variant, stub_gpu: StubGpu, bundle: tuple[Precision, Path]
 ) -> None:
     precision, path = bundle
-    found = take_step(stub_gpu, path, form)
+    found = take_step(stub_gpu, path, variant)
     for graph, operators in found["on_cpu"].items():
-        assert_below(operators, ON_CPU[form if graph == "decoder" else graph])
-    assert_below(found["step"], STEP | COSTS[precision, form])
+        assert_below(operators, ON_CPU[variant if graph == "decoder" else graph])
+    assert_below(found["step"], STEP | COSTS[precision, variant])
 
 
 @pytest.mark.slow
-def test_a_version_without_kernels_for_the_static_form_runs_concat_and_says_so(
+def test_a_version_without_kernels_for_the_static_variant_runs_concat_and_says_so(
     stub_gpu_of: Callable[[str], StubGpu], dates_bundle: Path, dates_fp16: Path
 ) -> None:
     """1.26.0, which leaves Cast and Reshape of opset 24 on the CPU, and in fp32 TensorScatter too."""
     gpu = stub_gpu_of("1.26.0")
     for bundle, operators in ((dates_fp16, "Cast, Reshape"), (dates_bundle, "Reshape, TensorScatter, Transpose")):
-        code = f"import tfexport; print(tfexport.load({str(bundle)!r}, device='cuda', form=%r).session.form)"
+        code = f"import tfexport; print(tfexport.load({str(bundle)!r}, device='cuda', variant=%r).session.variant)"
         done = gpu.run("-c", code % None)
         assert (done.returncode, done.stdout) == (0, "concat\n"), done.stderr
         problem = f"has no CUDAExecutionProvider kernel for {operators} and would compute that on the CPU; "
@@ -86,17 +86,17 @@ def test_a_version_without_kernels_for_the_static_form_runs_concat_and_says_so(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.28.0", "1.30.0"])
-def test_versions_for_cuda_13_place_both_forms(
+def test_versions_for_cuda_13_place_both_variants(
     version: str, stub_gpu_of: Callable[[str], StubGpu], bundle: tuple[Precision, Path]
 ) -> None:
-    for form in FORMS:
-        found = take_step(stub_gpu_of(version), bundle[1], form)
+    for variant in VARIANTS:
+        found = take_step(stub_gpu_of(version), bundle[1], variant)
         for graph, operators in found["on_cpu"].items():
             assert set(operators) <= {"Add", "Concat", "Div", "Mul", "Reshape", "Squeeze"}, graph
 
 
-def take_step(gpu: StubGpu, bundle: Path, form: Form) -> dict[str, Any]:
-    done = gpu.run("-m", "tests.runtime.ort.cuda_stub.step", str(bundle), form)
+def take_step(gpu: StubGpu, bundle: Path, variant: Variant) -> dict[str, Any]:
+    done = gpu.run("-m", "tests.runtime.ort.cuda_stub.step", str(bundle), variant)
     # 1.31 warns of each graph that is opened on a device by number.
     assert (done.returncode, done.stderr) == (0, "")
     return cast(dict[str, Any], json.loads(done.stdout))
