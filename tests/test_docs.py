@@ -222,7 +222,8 @@ def test_every_fence_is_seen() -> None:
 
 def run(words: list[str], shown: str) -> None:
     result = CliRunner().invoke(main, words[1:])
-    assert result.exit_code == 0, result.stderr
+    is_invalid = "\nINVALID: " in result.stdout  # of a measurement on a busy machine
+    assert result.exit_code == (2 if is_invalid else 0), result.stderr
     if shown:
         lines, expected = result.stdout.splitlines(), shown.splitlines()
         if "…" in expected:  # some lines are left out

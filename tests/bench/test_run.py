@@ -36,7 +36,7 @@ def measured(once: Callable[[str, Callable[[Path], object]], Path], dates_bundle
         sizes = "--scenario sweep --batch-size 1,3 --source-length 5 --target-length 4 --threads 2 --num-beams 2"
         effort = "--processes 2 --duration 0.1 --no-verify"
         result = run("bench", dates_bundle, *sizes.split(), *effort.split(), *files)
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == 2, result.output
         (path / "said").write_text(result.stdout)
 
     return once("measured", make)
@@ -73,7 +73,7 @@ def test_a_real_run_writes_report_and_page(measured: Path, dates_bundle: Path) -
     assert found["bundle"] == {"name": "dates", "sha256": open_bundle(dates_bundle).sha256, "precision": "fp32"}
     assert found["settings"]["backend"] == "ort"
     assert (found["settings"]["threads"], found["environment"]["threads"]) == (2, 2)
-    assert found["validity"]["reasons"][0] == "parity was not checked"
+    assert found["validity"]["reasons"][0] == "parity was not checked (omit --no-verify)"
     assert [cell["batch_size"] for cell in found["cells"]] == [1, 3]
     for cell in found["cells"]:
         metrics = cell["metrics"]
@@ -96,7 +96,7 @@ def test_a_real_report_compares_with_itself(measured: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "+0.0 %" in result.stdout
     failed = run("bench", "compare", path, path, "--fail-if", "output_token_throughput<5%", "--fail-if", "load_time<1%")
-    assert failed.exit_code == 1
+    assert failed.exit_code == 2
     assert failed.stderr.startswith("error: bench compare: output_token_throughput.value changed by +0.0 % at 5/4/1")
     assert failed.stderr.count("changed by") == 3
     assert failed.stderr.count("\n") == 1
@@ -150,6 +150,23 @@ def test_without_pytorch_the_remedy_is_said(
 # ---- the command
 
 
+@pytest.mark.parametrize("windows", [(9.0, 10.0, 11.0), (8.0, 10.0, 12.0)])
+def test_an_invalid_measurement_exits_with_2(
+    windows: tuple[float, ...], dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = reports.samples([0.001, 0.001], windows=windows).to_dict()
+    answer = {"backend": "ort", "threads": 1, "cells": [cell]}
+    monkeypatch.setattr("tfexport.bench.run.run_process", lambda *_: answer)
+    bundle = with_parity(dates_bundle, tmp_path / "bundle", passed=True)
+    files = [tmp_path / name for name in ("a.json", "a.html")]
+    result = run("bench", bundle, "--json", files[0], "--html", files[1])
+    is_valid = windows[0] == 9
+    assert result.exit_code == (0 if is_valid else 2), result.output
+    assert json.loads(files[0].read_text())["validity"]["valid"] == is_valid
+    assert files[1].exists()
+    assert ("--duration 15" in " ".join(result.stdout.split())) == (not is_valid)
+
+
 def test_a_bundle_may_be_called_compare(
     dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +174,7 @@ def test_a_bundle_may_be_called_compare(
     monkeypatch.chdir(tmp_path)
     for arguments in (("./compare", "--no-verify"), ("--no-verify", "compare")):
         result = run("bench", *arguments)
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == 2, result.output
         assert result.stdout.startswith("compare · fp32")
     refuses(run("bench", "compare"), "Missing argument 'FIRST'")
 

@@ -45,7 +45,7 @@ def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Pa
         *("bench", dates_bundle, *QUICK, "--rate", 100, "--input", texts, "--slots", 4, "--goal-ms", 60_000),
         *("--no-verify", "--json", tmp_path / "a.json"),
     )
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 2, result.output
     found = json.loads((tmp_path / "a.json").read_text())
     metrics = found["metrics"]
     assert found["settings"]["input"]["texts"] == 3
@@ -64,7 +64,7 @@ def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Pa
 def test_beams_are_served_too(dates_bundle: Path, tmp_path: Path) -> None:
     sizes = ("--num-beams", 9, "--source-length", 5, "--target-length", 4)
     result = run("bench", dates_bundle, *QUICK, "--rate", 30, *sizes, "--no-verify", "--json", tmp_path / "a.json")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 2, result.output
     metrics = json.loads((tmp_path / "a.json").read_text())["metrics"]
     assert metrics["output_sequence_length"]["value"] == 4
     assert 0 < metrics["time_to_first_token"]["min"] <= metrics["request_latency"]["max"]
@@ -73,7 +73,7 @@ def test_beams_are_served_too(dates_bundle: Path, tmp_path: Path) -> None:
 def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> None:
     files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
     result = run("bench", "--url", url, *QUICK, "--rate", 40, "--input", texts, "--goal-ms", 60_000, *files)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 2, result.output
     found = json.loads((tmp_path / "a.json").read_text())
     metrics = found["metrics"]
     assert found["bundle"] == {"name": "dates", "sha256": None, "precision": None}
@@ -82,7 +82,7 @@ def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> 
     assert metrics["slot_occupancy"]["value"] is None
     assert metrics["goodput"]["value"] > 1
     assert metrics["load_time"]["value"] is None
-    assert found["validity"]["reasons"][0] == "parity was not checked"
+    assert found["validity"]["reasons"][0] == "parity was not checked (pass the served BUNDLE)"
     assert f"dates · {url} · http · server at 40 requests/s · 3 texts" in " ".join(result.stdout.split())
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
@@ -95,8 +95,8 @@ def test_a_server_says_what_its_bundle_says(url: str, dates_bundle: Path, source
         *("bench", dates_bundle, "--url", url, "--model", "dates", *QUICK, "--rate", 30, *given),
         *("--json", tmp_path / "a.json"),
     )
-    assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "a.json").read_text())
+    assert result.exit_code == (0 if found["validity"]["valid"] else 2), result.output
     assert found["parity"] == {
         "passed": True,
         "source": f"{3 if source == 'texts' else 8} answers equal those of the bundle",
@@ -124,10 +124,11 @@ def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Pa
         refuses(run(*bench, "--rate", 9), "models a, b; choose one with --model")
         refuses(run(*bench, "--rate", 9, "--model", "c"), "the server returns 404")
         result = run(*bench, "--rate", 1000, "--model", "b", "--json", tmp_path / "a.json")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 2, result.output
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["metrics"]["refused"]["value"] > 0
-    assert f"overloaded: {found['metrics']['refused']['value']} requests were refused" in found["validity"]["reasons"]
+    refused = f"overloaded: {found['metrics']['refused']['value']} requests were refused (lower --rate)"
+    assert refused in found["validity"]["reasons"]
 
 
 def test_what_is_missing_is_said(dates_bundle: Path, texts: Path) -> None:

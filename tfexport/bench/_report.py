@@ -35,7 +35,7 @@ def build_result(
     ]
     process = _process_metrics(results)
     best = max(range(len(cells)), key=lambda index: cells[index]["metrics"]["output_token_throughput"]["value"])
-    reasons = _doubts(cells, parity)
+    reasons = _doubts(config, cells, parity, has_bundle=about["bundle"].get("sha256") is not None)
     return {
         "schema": SCHEMA,
         "bundle": about["bundle"],
@@ -70,17 +70,25 @@ def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str,
     }
 
 
-def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
+def _doubts(
+    config: BenchConfig, cells: Sequence[dict[str, Any]], parity: dict[str, Any], *, has_bundle: bool
+) -> list[str]:
+    """Return why the numbers cannot be trusted, each with what to change."""
     reasons = []
     if not parity["passed"]:
-        reasons.append("parity was not checked")
+        reasons.append(f"parity was not checked ({'omit --no-verify' if has_bundle else 'pass the served BUNDLE'})")
     if unstable := sum(not cell["stable"] for cell in cells):
         where = f"in {unstable} of {len(cells)} cells " if len(cells) > 1 else ""
-        reasons.append(f"unstable: {where}the last three windows differ by more than 10 % from their mean")
-    if unserved := sum(cell["unserved"] for cell in cells):
-        reasons.append(f"overloaded: {unserved} requests had no answer when the run was cancelled")
-    if refused := sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"]):
-        reasons.append(f"overloaded: {refused} requests were refused")
+        remedy = f"stop other programs, or measure longer with --duration {min(3 * (config.duration or 5), 600):g}"
+        remedy += ", or lower --rate" * (config.scenario == "server")
+        reasons.append(f"unstable: {where}the last three windows differ by more than 10 % from their mean ({remedy})")
+    refused = sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"])
+    for count, what in (
+        (sum(cell["unserved"] for cell in cells), "had no answer when the run was cancelled"),
+        (refused, "were refused"),
+    ):
+        if count:
+            reasons.append(f"overloaded: {count} requests {what} (lower --rate)")
     return reasons
 
 

@@ -110,7 +110,7 @@ def compare(
         pairs = list(zip(first["cells"], second["cells"], strict=True))
         lines = [f"{name}: {' → '.join(both)}" for name, both in differing.items()]
         for name, result in (("first", first), ("second", second)):
-            lines += [f"the {name} is not valid: {shortened(reason)}" for reason in result["validity"]["reasons"]]
+            lines += [f"the {name} is INVALID: {str(reason)[:300]}" for reason in result["validity"]["reasons"]]
         lines += [*([""] if lines else []), *_table(first, second, pairs)]
         failures = [failure for condition in conditions for failure in _failures(condition, first, second, pairs)]
     except (KeyError, TypeError, AttributeError, IndexError) as error:

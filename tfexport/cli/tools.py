@@ -24,7 +24,7 @@ from tfexport.cli.options import (
     trusted_keys_option,
 )
 from tfexport.cli.terminal import inputs_of, print_result, report_line
-from tfexport.errors import BenchError, printable, raise_all
+from tfexport.errors import BenchError, printable
 from tfexport.runtime.registry import comparable
 
 _COMPARABLE = [backend.name for backend in comparable()]
@@ -72,7 +72,7 @@ def bench(
 ) -> None:
     """Measure the speed, latency and memory of BUNDLE, or of the server at --url.
 
-    `tfexport bench compare` compares two reports.
+    The exit code is 2 if the report is INVALID. `tfexport bench compare` compares two reports.
     """
     settings = BenchConfig(**config, **loading | {"trusted_keys": tuple(map(str, loading["trusted_keys"] or ()))})
     if json_file and html_file and json_file.resolve() == html_file.resolve():
@@ -92,6 +92,7 @@ def bench(
         if html_file:
             html_lines.append(render(result).rstrip())
         click.echo("\n".join(map(printable, lines(result))))
+    click.get_current_context().exit(0 if result["validity"]["valid"] else EXIT_PARITY)
 
 
 @click.command("bench compare")
@@ -108,14 +109,16 @@ def bench(
 def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tuple[str, ...]) -> None:
     """Compare two reports of `tfexport bench --json`.
 
-    The exit code is 1 if a condition of --fail-if holds. A bundle named compare is measured as ./compare.
+    The exit code is 2 if a condition of --fail-if holds. A bundle named compare is measured as ./compare.
     """
     from tfexport.bench.compare import Condition, compare, read_result
 
     conditions = [Condition.parse(text) for text in fail_if]
     found = compare(read_result(first), read_result(second), conditions, vary)
     click.echo("\n".join(map(printable, found.lines)))
-    raise_all(BenchError, "bench compare", found.failures)
+    if found.failures:
+        report_line(f"error: {BenchError(*found.failures, subject='bench compare')}")
+        click.get_current_context().exit(EXIT_PARITY)
 
 
 @click.command()
