@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -151,6 +152,7 @@ def _certificate(path: Path) -> dict[str, Any] | None:
     is_whole = isinstance(found, dict) and all(
         isinstance(found.get(name), kind) for name, kind in _CERTIFICATE_TYPES.items()
     )
+    is_whole = is_whole and isinstance(found.get("tensors", {}), dict)
     if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
         raise ConfigError(f"{path}: is not a valid import certificate; import the checkpoint again")
     files = read_sources(found.get("checkpoint", {}), f"{path}: checkpoint")
@@ -317,11 +319,22 @@ def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
         error += f", compared up to {source_tokens} source and {found.get('target_tokens')} target tokens"
     lines = [f"  layout {found['layout']}{error}", *(f"  unverified  {entry}" for entry in found["unverified"])]
     lines += _checkpoint_lines(found)
+    if uses := found.get("tensors"):
+        lines.append(f"  tensors of the checkpoint: {_counts(uses.values())}")
     rows = [
         (name, *(f"{key} {json.dumps(entry.get(key))}" for key in ("value", "nearest", "error")))
         for name, entry in found["switches"].items()
     ]
     return [*lines, *(_table(rows) if rows else [])]
+
+
+def _counts(uses: Iterable[object]) -> str:
+    """Count uses of tensors, such as "used" or "ignored: decoder, 12 tensors"."""
+    counts = Counter[str]()
+    for use in map(str, uses):
+        several = re.search(r", (\d{1,9}) tensors$", use)
+        counts[use.partition(":")[0][:40]] += int(several[1]) if several else 1
+    return ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
 
 
 def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:

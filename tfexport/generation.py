@@ -126,7 +126,7 @@ class DecodeConfig(Config, subject="decoding"):
             problems.append("return_alternatives with do_sample; set one of them to false")
         if self.prefix_bias_beta and self.return_alternatives:
             problems.append("return_alternatives with prefix_bias_beta; set one of them to false or 0")
-        if not (self.do_sample or self.return_alternatives) and self.num_return_sequences > self.num_beams:
+        if not (self.do_sample or self.return_alternatives) and self.num_return_sequences > self.num_beams > 0:
             problems.append(
                 f"num_return_sequences is {self.num_return_sequences} but num_beams is {self.num_beams}; "
                 f"set num_beams to {self.num_return_sequences} or do_sample to true"

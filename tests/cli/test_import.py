@@ -94,7 +94,7 @@ def test_weights_that_are_not_those_of_the_reference_are_refused(own: Path, tmp_
     assert "with the checkpoint's own weights the error is " in result.stderr
     assert "not compared" not in result.stderr
     weights = later_checkpoint(own, tmp_path / "later.pt")
-    message = error(tmp_path / "later.pt", "--output", tmp_path / "n", *words)
+    message = error(tmp_path / "later.pt", "--output", tmp_path / "n", *words, code=2)
     named = re.search(r"was recorded with .*\(sha256 (\w+)\) than later.pt has \(sha256 (\w+)\)", message)
     assert named is not None
     assert len({*named.groups()}) == 2
@@ -258,7 +258,8 @@ def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: p
         (["--layout", "./absent.yaml"], "absent.yaml: is missing"),
         (["--layout", "notebook-004", "--no-builtin"], "builtin is false, but layout is notebook-004"),
         (["--layout", "hkproj", "--heads", "6"], "layout hkproj: map 1 "),
-        (["--heads", "0"], "heads is 0, expected 1 to 1000"),
+        (["--heads", "0", "--set", "eps=1"], "num_heads is 0, expected a whole number, 1 or more"),
+        (["--heads", "0", "--set", "eps=1"], "switch eps is unknown"),
         (["--reference", "{tmp}/absent"], "absent: is missing"),
     ],
 )

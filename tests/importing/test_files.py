@@ -167,15 +167,16 @@ def test_what_stands_beside_a_prefix_is_left_out(name: str, tmp_path: Path) -> N
 
 def test_averaged_weights_by_choice(tmp_path: Path) -> None:
     averaged = {name: tensor + 1 for name, tensor in STATE.items()}
-    torch.save({"model": STATE, "ema": {"module": averaged, "decay": 0.999}}, tmp_path / "a.pt")
+    torch.save({"epoch": 3, "model": STATE, "ema": {"module": averaged, "decay": 0.999}}, tmp_path / "a.pt")
     usual = read_checkpoint(tmp_path / "a.pt")
     assert is_state(usual.tensors)
     assert usual.notes == ("taken from the entry 'model'; to take 'ema' instead, give --entry ema",)
     chosen = read_checkpoint(tmp_path / "a.pt", "ema")
     assert is_state(chosen.tensors, averaged)
     assert is_state(read_checkpoint(tmp_path / "a.pt", "ema.module").tensors, averaged)
-    with pytest.raises(CheckpointError, match=r"has no entry 'swa', only 'model, ema'"):
-        read_checkpoint(tmp_path / "a.pt", "swa")
+    for entry in ("swa", "epoch", ""):
+        with pytest.raises(CheckpointError, match=f"no entry '{entry}' with tensors; choose one of model, ema$"):
+            read_checkpoint(tmp_path / "a.pt", entry)
 
 
 def test_averaged_weights_under_keys_of_their_own(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def _read_file(
 ) -> tuple[dict[str, Tensor], FileSum]:
     with snapshot(path) as (copy, file_sum):
         content = _read_content(copy, path)
-        if entry:
+        if entry is not None:
             taken = f"{entry}."
             others = {k: v for k, v in _items(content) if not (taken.startswith(f"{k}.") or k.startswith(taken))}
             left += [one._replace(reason=f"not in --entry {entry}") for one in _left_out(others)]
@@ -231,7 +231,10 @@ def _entry(path: Path, data: Any, entry: str) -> Any:
             return _entry(path, data[name], rest) if rest else data[name]
     under = {name.removeprefix(f"{entry}."): data[name] for name in names if name.startswith(f"{entry}.")}
     if not under:
-        raise CheckpointError(f"{path}: has no entry {entry!r}, only {shortened(', '.join(names))}; choose one of them")
+        parts = [name for name in names if isinstance(data.get(name), Mapping) and _nested(name, data[name])]
+        parts = parts or sorted({name.partition(".")[0] for name in names if "." in name})
+        remedy = f"choose one of {', '.join(parts)[:300]}" if parts else "omit --entry"
+        raise CheckpointError(f"{path}: has no entry {entry!r} with tensors; {remedy}")
     return under
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from tfexport.config import Config, Heads, Help, Size, TokenId
+from tfexport.config import Config, Help, Size, TokenId
 
 
 class ImportConfig(Config, subject="import"):
@@ -10,7 +10,7 @@ class ImportConfig(Config, subject="import"):
 
     layout: Annotated[str, Help("auto, the name of a built-in layout, or a layout file (YAML).")] = "auto"
     entry: Annotated[str | None, Help("State dict to import from a file with several, such as ema.")] = None
-    heads: Annotated[Heads | None, Help("Attention heads, which shapes do not show.")] = None
+    heads: Annotated[int | None, Help("Attention heads, which shapes do not show.")] = None
     settings: Annotated[tuple[str, ...], Help("Switch or token id of the layout to set, such as norm_eps=1e-6.")] = ()
     ignore: Annotated[tuple[str, ...], Help("Pattern of tensors that the model does not need, such as 'head.*'.")] = ()
     source_prefix: Annotated[tuple[TokenId, ...], Help("Ids to add before the tokenized source.")] = ()

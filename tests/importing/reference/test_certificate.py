@@ -187,6 +187,7 @@ def test_heads_that_share_keys_in_another_order_are_noticed() -> None:
 def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
     canonical, reference = made(tiny.VARIANTS["post"])
     certificate = certify(canonical, reference, "mine")
+    certificate = replace(certificate, tensors={"a": "used", "b": "used", "c.*": "ignored: decoder, 12 tensors"})
     text = json.dumps(certificate.to_dict(), indent=2)
     assert len(text) < 20_000
     assert json.loads(text)["unverified"] == list(certificate.unverified)
@@ -197,6 +198,7 @@ def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
     assert "Certificate" in shown.output
     assert "layout mine, error" in shown.output
     assert "\n  proven: " in shown.output
+    assert "tensors of the checkpoint: 12 ignored, 2 used\n" in shown.output
     assert "enc.layers.*.self.k.bias: makes no difference" in shown.output
     assert inspect_path(tmp_path / "m")["certificate"]["proven"] is True
 

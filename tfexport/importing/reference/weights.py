@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tfexport.errors import CheckpointError
+from tfexport.errors import ParityError
 from tfexport.importing._buffers import is_position_table
 
 
@@ -78,7 +78,7 @@ def check_weights(
     found = tensor_sums({name: tensors[name] for name in both})
     others = [name for name in both if found[name] != recorded[name]]
     if others:
-        raise CheckpointError(
+        raise ParityError(
             f"{reference}: was recorded with other weights (sha256 {joint_sum(recorded, both)}) than {checkpoint} has "
             f"(sha256 {joint_sum(found, both)}): {len(others)} of {len(both)} tensors differ, {others[0][:120]} first; "
             "record again with this checkpoint, or give the layout.yaml of the proven import as --layout"
