@@ -49,7 +49,7 @@ def test_lengths_are_log_normal_and_the_same_on_every_call() -> None:
         assert 100 < max(found) <= LONGEST
 
 
-def test_each_text_ends_where_its_source_asks_for_it(model: Transformer) -> None:
+def test_each_text_ends_at_the_length_of_its_source(model: Transformer) -> None:
     texts = corpus(40, 1_000)
     config = DecodeConfig(max_new_tokens=LONGEST)
     found = decode(EagerSession(model), [text.source for text in texts], config, batch_size=len(texts))
@@ -59,7 +59,7 @@ def test_each_text_ends_where_its_source_asks_for_it(model: Transformer) -> None
 
 
 @pytest.mark.slow
-def test_the_table_of_a_bundle_beside_itself(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_bundle_compared_with_itself(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "PAUSE_S", 0.0)
     monkeypatch.setattr(command, "TURN", Effort(warm_up=0))
     words = ["--beside", sys.executable, "--model", "tiny", "--texts", "4", "--rounds", "2", "--work", str(work)]

@@ -32,7 +32,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_products_alone_are_all_that_a_step_multiplies_with(way: str, bundles: dict[str, Path]) -> None:
+def test_the_measured_products_are_all_products_of_a_step(way: str, bundles: dict[str, Path]) -> None:
     """Two layers of six matrices, query, key and value as one, and the vocabulary."""
     run = bare_products(bundles[way] / "decoder_contrib.onnx", 5, 1)
     arrays = [value.numpy() for value in run()]
@@ -41,7 +41,7 @@ def test_products_alone_are_all_that_a_step_multiplies_with(way: str, bundles: d
     assert all(np.isfinite(array).all() and array.any() for array in made)
 
 
-def test_a_product_alone_is_what_numpy_makes_of_it(bundles: dict[str, Path]) -> None:
+def test_a_measured_product_equals_numpy(bundles: dict[str, Path]) -> None:
     run = bare_products(bundles["fp32"] / "decoder_contrib.onnx", 5, 1)  # whose arrays live as long as it does
     *_, logits = arrays = [value.numpy() for value in run()]
     tensors = load_file(open_bundle(bundles["fp32"]).file(WEIGHTS))
@@ -56,7 +56,7 @@ def test_caches_are_as_large_as_the_keys_and_values_of_a_step(bundles: dict[str,
     assert counted == 2 * 2 * 64 * 4 * (6 * 5 + 3 * 7)
 
 
-def test_the_command_prints_a_row_for_each_cell_and_numbers_in_it(bundles: dict[str, Path]) -> None:
+def test_the_command_prints_a_row_of_numbers_for_each_cell(bundles: dict[str, Path]) -> None:
     run = ["--batch-size", "1,3", "--num-beams", "1,2", "--source-length", "7", "--rounds", "1", "--threads", "1"]
     done = CliRunner().invoke(limits.main, [*(str(path) for path in bundles.values()), *run])
     assert done.exit_code == 0, done.output

@@ -21,7 +21,7 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer(0, samples=300)
 
 
-def test_every_phrase_is_said_in_every_language() -> None:
+def test_every_phrase_exists_in_every_language() -> None:
     rng = np.random.default_rng(0)
     assert set(KINDS) == set(PHRASES)
     for phrase in (draw_phrase(rng) for _ in range(20)):
@@ -30,7 +30,7 @@ def test_every_phrase_is_said_in_every_language() -> None:
         assert not any("{" in text or "duration-" in text for text in said)
 
 
-def test_what_is_held_out_is_in_no_training_pair() -> None:
+def test_held_out_phrases_are_in_no_training_pair() -> None:
     rng = np.random.default_rng(0)
     trained = {draw_pair(rng, held_out=False).target for _ in range(500)}
     pairs = held_out(200, seed=0)

@@ -28,7 +28,7 @@ def test_every_request_gets_its_own_answer(policy: str) -> None:
     assert all(latency > 0 for latency in found["latencies_s"])
 
 
-def test_late_requests_are_given_up() -> None:
+def test_late_requests_are_abandoned() -> None:
     def decode(batch: list[list[int]]) -> list[list[int]]:
         time.sleep(0.1)
         return batch

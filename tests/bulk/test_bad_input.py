@@ -150,7 +150,9 @@ def test_invalid_places_are_refused(model: Model, tmp_path: Path) -> None:
     check_files(tmp_path, "in.txt", "folder.txt")
 
 
-def test_input_is_kept(model: Model, dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_columns_are_copied_to_the_output(
+    model: Model, dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.txt").write_text("1.1.2000\n")
     (tmp_path / "link.txt").symlink_to("in.txt")

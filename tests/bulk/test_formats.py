@@ -43,7 +43,7 @@ def test_outputs_equal_those_of_one_call(source: str, target: str, model: Model,
     check_files(tmp_path, f"in{source}", f"out{target}")
 
 
-def test_values_of_parquet_are_kept_or_become_texts(model: Model, tmp_path: Path) -> None:
+def test_values_of_parquet_keep_their_type_or_become_texts(model: Model, tmp_path: Path) -> None:
     generate_file(model, write(tmp_path / "in.parquet"), tmp_path / "out.parquet", SMALL)
     found = pyarrow.parquet.read_table(tmp_path / "out.parquet")
     carried = found.select(table().column_names)
@@ -62,7 +62,7 @@ def test_values_of_parquet_are_kept_or_become_texts(model: Model, tmp_path: Path
     assert (row["id"], row["rate"], row["more"]) == ("1", "0.5", '{"list": [1, null]}')
 
 
-def test_json_and_cells_are_kept(model: Model, tmp_path: Path) -> None:
+def test_json_values_and_cells_are_unchanged(model: Model, tmp_path: Path) -> None:
     generate_file(model, write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", SMALL)
     before = [json.loads(line) for line in (tmp_path / "in.jsonl").read_text().splitlines()]
     after = read(tmp_path / "out.jsonl")

@@ -192,7 +192,7 @@ def attempt(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return try_it
 
 
-def test_a_kill_at_some_calls_of_the_file_system_loses_nothing(attempt: Callable[..., list[str]]) -> None:
+def test_a_kill_at_sampled_file_system_calls_loses_nothing(attempt: Callable[..., list[str]]) -> None:
     """At the moves, which end the stages."""
     calls = attempt(".jsonl")
     moves = [at for at, call in enumerate(calls, 1) if call == "move"]
@@ -205,7 +205,9 @@ def test_a_kill_at_some_calls_of_the_file_system_loses_nothing(attempt: Callable
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["kill", "ENOSPC"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_every_call_of_the_file_system(suffix: str, action: str, attempt: Callable[..., list[str]]) -> None:
+def test_a_kill_at_every_file_system_call_loses_nothing(
+    suffix: str, action: str, attempt: Callable[..., list[str]]
+) -> None:
     for at in range(1, len(attempt(suffix)) + 1):
         attempt(suffix, at, action)
 

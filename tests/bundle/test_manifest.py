@@ -94,7 +94,7 @@ MODULE = ModuleEntry(name="mine.Model", weights_sha256="0" * 64)
         ({"parity": None}, "unproven"),
     ],
 )
-def test_the_status_follows_from_what_was_compared(facts: dict[str, Any], status: str, tmp_path: Path) -> None:
+def test_the_status_follows_from_the_comparisons(facts: dict[str, Any], status: str, tmp_path: Path) -> None:
     """In a manifest without the field, as earlier versions wrote it."""
     with create_bundle(tmp_path / "bundle") as builder:
         fill(builder, **facts)

@@ -54,7 +54,7 @@ def test_cut_anywhere_is_refused(shared: Path, name: str) -> None:
         (shared / name).write_bytes(whole)
 
 
-def test_everything_wrong_is_named_at_once(bundle: Path) -> None:
+def test_all_problems_are_named_at_once(bundle: Path) -> None:
     (bundle / "encoder.onnx").unlink()
     (bundle / "decoder.onnx").write_bytes(CONTENT["decoder.onnx"][::-1])
     (bundle / "decoder_static.onnx").write_bytes(b"")

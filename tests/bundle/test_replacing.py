@@ -107,7 +107,7 @@ def test_an_output_created_while_the_bundle_is_written_is_not_replaced(tmp_path:
 # ---- engines
 
 
-def test_engines_are_kept_and_stale_if_their_sources_changed(bundle: Path, engine: Path) -> None:
+def test_engines_stay_and_are_stale_if_their_sources_changed(bundle: Path, engine: Path) -> None:
     before = contents(engine)
     for content, stale in ((CONTENT | {"parity.json": b'{"other": 1}'}, ()), (NEW, (NAME,))):
         with create_bundle(bundle, force=True) as builder:

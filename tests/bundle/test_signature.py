@@ -295,7 +295,7 @@ def test_a_server_requires_a_signature(dates: Path, dates_bundle: Path, keys: Ke
     assert done.stderr.splitlines()[-1].startswith(f"error: bundle {dates_bundle}: manifest.json is not signed")
 
 
-def test_commands_sign_what_they_write(tmp_path: Path, keys: Keys) -> None:
+def test_commands_sign_their_output(tmp_path: Path, keys: Keys) -> None:
     encoder = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
     save_model(tiny.model(encoder, dtype=torch.float32), tmp_path / "model")
     export = ("onnx", tmp_path / "model", "--output", tmp_path / "out", "--forms", "concat", "--no-verify")

@@ -118,7 +118,7 @@ def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
     make(tmp_path / "bundle", force=True)
 
 
-def test_of_many_writers_at_once_each_succeeds_or_says_why(tmp_path: Path) -> None:
+def test_concurrent_writers_succeed_or_report_why_not(tmp_path: Path) -> None:
     target, outcomes = tmp_path / "bundle", []
     make(target)
 

@@ -35,7 +35,7 @@ def test_later_layers_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANT_NAMES)
-def test_every_variant_says_what_eager_says(name: str, variant: Callable[[str], Path]) -> None:
+def test_every_variant_equals_eager(name: str, variant: Callable[[str], Path]) -> None:
     model = tiny.model(VARIANTS[name], dtype=torch.float32)
     bundle = open_bundle(variant(name))
     spec, named = bundle.manifest.spec, bundle.manifest.alignment
@@ -73,7 +73,7 @@ def test_an_int8_graph_aligns_about_as_that_of_float32(dates_aligned: Path, tmp_
     assert 0 < np.abs(exact - narrow).max() < 0.05
 
 
-def test_the_manifest_and_inspect_say_layer_and_heads(variant: Callable[[str], Path]) -> None:
+def test_the_manifest_and_inspect_show_layer_and_heads(variant: Callable[[str], Path]) -> None:
     assert open_bundle(variant("post")).manifest.alignment == AlignmentHeads(layer=1, heads=(1, 2))
     found = inspect_path(variant("post"))
     assert found["alignment"] == {"layer": 1, "heads": (1, 2)}

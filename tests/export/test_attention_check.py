@@ -65,7 +65,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_would_be_wrong_is_named(name: str) -> None:
+def test_attention_that_would_be_wrong_is_named(name: str) -> None:
     graph, reason = BAD[name]
     (problem,) = attention_problems(graph.SerializeToString())
     operator = graph.graph.node[0].op_type
@@ -75,7 +75,7 @@ def test_what_would_be_wrong_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_is_left_alone(name: str) -> None:
+def test_correct_attention_passes(name: str) -> None:
     assert attention_problems(RIGHT[name].SerializeToString()) == []
 
 
@@ -120,19 +120,19 @@ def test_functions_are_searched_and_their_names_are_their_own() -> None:
     assert len(attention_problems(model(functions=[deep]).SerializeToString())) == 2
 
 
-def test_bytes_that_are_no_model_are_refused() -> None:
+def test_bytes_without_a_model_are_refused() -> None:
     with pytest.raises(GraphError, match=r"^graph: is not an ONNX model; export it again$"):
         attention_problems(b"\xff\xff\xff")
 
 
-def test_what_is_exported_is_clean(dates_bundle: Path) -> None:
+def test_exported_graphs_pass(dates_bundle: Path) -> None:
     for name in ("encoder", "decoder", "decoder_static"):
         graph = (dates_bundle / f"{name}.onnx").read_bytes()
         assert attention_problems(graph) == []
     assert b"Attention" in graph
 
 
-def test_the_parser_is_as_silent_as_it_is_said_to_be() -> None:
+def test_the_parser_accepts_the_wrong_attention_without_a_warning() -> None:
     """The reason for all this: TensorRT-RTX takes these graphs, and what they ask for is gone."""
     trt = pytest.importorskip("tensorrt_rtx")
     log = trt.Logger(trt.Logger.ERROR)

@@ -83,7 +83,7 @@ def test_positions_beyond_the_table_are_refused(dates_bundle: Path, capacity: in
     )
 
 
-def test_relative_positions_have_no_table_to_leave(variant: Callable[[str], Path]) -> None:
+def test_relative_positions_have_no_table_that_limits_the_capacity(variant: Callable[[str], Path]) -> None:
     """A bias table is read by bucket: that it has 8 rows limits nothing."""
     assert dims(fix_capacity(variant("t5") / "decoder_static.onnx", 500))["past_key.0"][2] == 500
 
@@ -96,7 +96,7 @@ def test_another_graph_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
         fix_capacity(tmp_path / "cut.onnx", 8)
 
 
-def test_tensorrt_takes_the_cache_only_with_a_number(dates_bundle: Path) -> None:
+def test_tensorrt_accepts_the_cache_only_with_a_fixed_capacity(dates_bundle: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx")
     path = dates_bundle / "decoder_static.onnx"
     log = trt.Logger(trt.Logger.INTERNAL_ERROR)
@@ -125,7 +125,7 @@ def build_plan(directory: Path, name: str, spec: ModelSpec) -> Any:
 
 
 @pytest.mark.parametrize(("precision", "width"), [("fp16", 12), pytest.param("bf16", 140, marks=pytest.mark.slow)])
-def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, width: int, tmp_path: Path) -> None:
+def test_attention_is_fused_for_every_head_size(precision: Precision, width: int, tmp_path: Path) -> None:
     """With a mask of bool TensorRT-RTX 1.7.1 cannot build where 8 does not divide the width."""
     pytest.importorskip("tensorrt_rtx")
     config = tiny.config(encoder={"d_k": width, "d_v": width}, decoder={"d_k": width, "d_v": width})

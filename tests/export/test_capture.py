@@ -59,7 +59,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", ["flatten", "a product of two types", ""])
-def test_what_is_rewritten_computes_the_same(kind: str) -> None:
+def test_rewritten_operators_compute_the_same(kind: str) -> None:
     """One program for each kind: ONNX cannot leave a size open next to a 0, and mixed types take another path."""
     kinds = ("flatten", "a product of two types")
     names = [name for name in FUNCTIONS if (name.startswith(kind) if kind else not name.startswith(kinds))]
@@ -97,7 +97,7 @@ class Encodes(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [in_place_states, scaled_states])
-def test_what_cannot_be_translated_as_it_is_gets_decomposed(layer: Callable[[Tensor], Tensor]) -> None:
+def test_operators_without_a_translation_are_decomposed(layer: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Encodes(layer).eval()
     graph = ir.to_proto(trace_encoder(module, SPEC, 18))
@@ -111,7 +111,7 @@ def test_what_cannot_be_translated_as_it_is_gets_decomposed(layer: Callable[[Ten
 
 
 @pytest.mark.parametrize("name", [pytest.param("pre-std", marks=pytest.mark.slow), "modern"])
-def test_models_of_this_project_take_the_fast_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_canonical_model_takes_the_fast_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_: object, **__: object) -> None:
         raise AssertionError("slow path of the exporter")
 

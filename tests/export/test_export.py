@@ -54,7 +54,7 @@ def model_of(bundle: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", VARIANT_NAMES)
-def test_every_variant_exports_and_says_what_eager_says(name: str, variant: Callable[[str], Path]) -> None:
+def test_every_exported_variant_equals_eager(name: str, variant: Callable[[str], Path]) -> None:
     bundle = open_bundle(variant(name))
     parity = bundle.manifest.parity
     assert parity is not None
@@ -64,7 +64,7 @@ def test_every_variant_exports_and_says_what_eager_says(name: str, variant: Call
     assert parity["exact"] == parity["sequences"] == variants * (2 * 16 + 9 + 1)  # of the full length
 
 
-def test_an_encoder_alone_exports_and_says_what_eager_says(tmp_path: Path) -> None:
+def test_an_exported_encoder_only_model_equals_eager(tmp_path: Path) -> None:
     save_model(tiny.model(ENCODER_ALONE, dtype=torch.float32), tmp_path / "model")
     parity = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig()).manifest.parity
     assert parity is not None
@@ -131,7 +131,7 @@ def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
         ("decoder_contrib", 18, {"MultiHeadAttention": 2, "GroupQueryAttention": 2}),
     ],
 )
-def test_opsets_and_operators_are_those_that_runtimes_take(
+def test_opsets_and_operators_are_supported_by_the_runtimes(
     name: str, opset: int, operators: dict[str, int], post: Path
 ) -> None:
     model = onnx.load(str(post / f"{name}.onnx"), load_external_data=False)
@@ -207,7 +207,7 @@ def test_equal_input_gives_equal_bytes_with_an_alignment_or_without(post: Path, 
     assert one == other
 
 
-def test_a_graph_tells_nothing_of_the_machine_that_made_it(post: Path) -> None:
+def test_a_graph_contains_nothing_of_the_machine_that_made_it(post: Path) -> None:
     for file in post.glob("*.onnx"):
         raw = file.read_bytes()
         assert b"/" + b"models/" not in raw
@@ -270,7 +270,7 @@ class Branching(nn.Module):
         return source_ids if source_ids.sum() > 3 else -source_ids
 
 
-def test_a_model_that_does_not_trace_is_one_line() -> None:
+def test_a_model_that_cannot_be_traced_is_one_line() -> None:
     with pytest.raises(GraphError, match=r"^encoder: the model cannot be traced \(.*\); remove branches on tensor"):
         trace_encoder(Branching().eval(), model_spec(ENCODER_ALONE, "fp32"), 18)
 

@@ -87,7 +87,7 @@ def peak(graph: onnx.GraphProto, arrays: dict[str, np.ndarray[Any, Any]], output
 
 
 @pytest.mark.parametrize("name", ["encoder", "decoder", "decoder_static"])
-def test_exported_graphs_need_what_a_run_shows(name: str, dates_bundle: Path, tmp_path: Path) -> None:
+def test_the_memory_estimate_equals_that_of_a_run(name: str, dates_bundle: Path, tmp_path: Path) -> None:
     path = dates_bundle / f"{name}.onnx"
     outputs = {value.name for value in onnx.load(str(path), load_external_data=False).graph.output}
     graph, arrays = run(path, tmp_path)

@@ -35,7 +35,7 @@ def step(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module]
     return wrap
 
 
-def test_shapes_that_are_not_those_of_the_specification(tmp_path: Path) -> None:
+def test_wrong_shapes_are_named(tmp_path: Path) -> None:
     heads = written(lambda model: None, tmp_path, replace(modern.SPEC, kv_heads=None))
     assert "encode returns keys [2, 2, 5, 16], expected [2, 4, 5, 16]: batch, kv_heads, source_len, width" in heads
     layers = written(lambda model: None, tmp_path, replace(modern.SPEC, layers=3))

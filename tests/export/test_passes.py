@@ -94,7 +94,9 @@ def test_selection_is_that_of_numpy_in_float64(selection: ort.InferenceSession, 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 17, VOCAB - 1])
-def test_what_is_not_finite_shows_only_in_its_row(wrong: float, place: int, selection: ort.InferenceSession) -> None:
+def test_values_that_are_not_finite_affect_only_their_row(
+    wrong: float, place: int, selection: ort.InferenceSession
+) -> None:
     """A decode that goes on from NaN would look like any other."""
     logits = np.stack([ROWS["usual"]] * 3).astype(np.float32)
     logits[1, place] = wrong

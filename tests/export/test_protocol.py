@@ -148,7 +148,7 @@ def opened(path: Path, variant: Variant) -> OrtSession:
 
 
 @pytest.mark.parametrize("variant", ["concat", "static"])
-def test_every_step_says_what_all_positions_at_once_say(variant: Variant, exported: Path) -> None:
+def test_steps_equal_a_run_over_all_positions(variant: Variant, exported: Path) -> None:
     """Uneven sources with padding; a step of several tokens first, then one by one."""
     source_ids, source_mask, target_ids = tiny.batch(vocab=VOCAB)
     with torch.inference_mode():

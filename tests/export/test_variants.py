@@ -98,7 +98,7 @@ def precision_of(model: nn.Module) -> Precision:
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_contrib_lists_what_it_does_not_support(name: str) -> None:
+def test_contrib_names_unsupported_settings(name: str) -> None:
     make, problems = UNFIT[name]
     model = make()
     assert CONTRIB.supports(traits_of(model, PROTOCOL_SPEC), precision_of(model)) == problems

@@ -83,7 +83,7 @@ def test_the_corpus_belongs_to_kinds() -> None:
     assert {path.name for path in CORPUS.iterdir()} <= set(KINDS)
 
 
-def test_judge_finds_what_is_wrong() -> None:
+def test_the_judge_finds_wrong_results() -> None:
     def refuse(raw: bytes) -> None:
         raise InputError(raw.decode())
 

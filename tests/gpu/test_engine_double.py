@@ -200,7 +200,7 @@ def leftovers(dates: PlacedModel) -> None:
     again, _ = dates.started(session, 2)
     assert again._replica is former
     test_batch.assert_as_alone(dates, again.step(start, 4), dates.sources[:2], [[dates.start]] * 2)
-    test_session.test_contexts_go_with_their_graphs_and_not_when_garbage_is_collected(dates)
+    test_session.test_contexts_are_freed_with_their_graphs(dates)
 
 
 CHECKS: dict[str, Callable[[PlacedModel], None]] = {
@@ -238,7 +238,7 @@ def check_contract(session: Any, model: Any) -> None:
         contract.test_reorder(session, model, width, order)
     contract.test_sources_join_while_others_are_decoded(session, model)
     contract.test_remove((session, model), 2, [3, 0, 1])
-    contract.test_an_empty_batch_is_begun_anew((session, model))
+    contract.test_an_empty_batch_starts_again((session, model))
     contract.test_candidates_belong_to_the_caller((session, model))
     contract.test_threads_share_a_session((session, model))
     contract.test_limits(session, model)

@@ -86,7 +86,7 @@ def test_an_error_comes_back_with_its_parts() -> None:
         (fail, (), {}, r"^failed \(ValueError: odd\)$"),
     ],
 )
-def test_whatever_ends_the_process_is_a_reason(
+def test_the_error_gives_the_cause_of_the_end_of_the_process(
     function: object, arguments: tuple[object, ...], options: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(ProcessError, match=reason):

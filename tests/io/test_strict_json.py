@@ -19,7 +19,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_what_is_json_is_read(value: object) -> None:
+def test_valid_json_is_read(value: object) -> None:
     assert parse_json(json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")) == value
 
 
@@ -42,7 +42,7 @@ def test_what_is_json_is_read(value: object) -> None:
         (b'{"a": 1, "b": {"c": 1, "c": 2}, "a": 2}', "key c is given twice, expected once; key a is given twice"),
     ],
 )
-def test_what_is_none_is_refused(raw: bytes, problem: str) -> None:
+def test_invalid_json_is_refused(raw: bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_json(raw)
 
@@ -54,7 +54,7 @@ def test_many_keys_twice_make_a_short_message() -> None:
     assert len(str(caught.value)) < 1_000
 
 
-def test_what_is_just_allowed_is_read() -> None:
+def test_json_at_the_limits_is_read() -> None:
     assert parse_json(rb'["\ud83d\ude00", 1e308, "\\ud800"]') == ["😀", 1e308, r"\ud800"]
     deep = parse_json(b"[" * 100 + b"]" * 100)
     for _ in range(99):
@@ -77,12 +77,12 @@ def _open(raw: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("data", OBJECTS)
-def test_what_was_sealed_comes_back(data: dict[str, Any]) -> None:
+def test_sealed_values_are_read_back(data: dict[str, Any]) -> None:
     assert _open(seal(data)) == data
 
 
 @pytest.mark.parametrize("data", OBJECTS)
-def test_no_byte_may_be_changed_left_out_or_added(data: dict[str, Any]) -> None:
+def test_any_changed_missing_or_added_byte_is_refused(data: dict[str, Any]) -> None:
     raw = seal(data)
     for place in range(len(raw)):
         before, byte, behind = raw[:place], raw[place], raw[place + 1 :]

@@ -73,13 +73,13 @@ def test_fp16_keeps_the_accuracy(model: Model, dates_fp16: Path, held_out: Rows)
         assert abs(share(half, held_out) - share(model, held_out)) <= 0.1
 
 
-def test_a_stream_gives_what_generate_gives(model: Model) -> None:
+def test_a_stream_equals_generate(model: Model) -> None:
     pieces = list(model.stream("3 mars 1999"))
     assert "".join(pieces) == "1999-03-03"
     assert len(pieces) == 10
 
 
-def test_a_prefix_is_kept_and_continued(model: Model) -> None:
+def test_a_prefix_is_continued(model: Model) -> None:
     (free,) = model.generate(["3 mars 1999"])
     (kept,) = model.generate(["3 mars 1999"], prefixes=["1998-"])
     assert free.text == "1999-03-03"

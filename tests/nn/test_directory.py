@@ -54,7 +54,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "encoder alone"])
-def test_comes_back(name: str, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_unchanged(name: str, tmp_path: Path) -> None:
     config = ENCODER_ALONE if name == "encoder alone" else VARIANTS[name]
     saved = tiny.model(config, dtype=torch.float32)
     save_model(saved, tmp_path / "model")
@@ -205,7 +205,7 @@ def test_a_pickle_is_never_opened(folder: Path, kind: str) -> None:
     assert proof.exists()
 
 
-def test_no_directory_and_an_empty_one(tmp_path: Path) -> None:
+def test_missing_and_empty_directories_are_refused(tmp_path: Path) -> None:
     expected = f"{tmp_path / 'absent'} is not a model directory; expected one with config.json and model.safetensors"
     assert error_of(lambda: load_model(tmp_path / "absent")) == expected
     expected = f"{tmp_path}: config.json is missing; model.safetensors is missing; write it with save_model"

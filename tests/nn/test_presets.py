@@ -93,7 +93,7 @@ def test_greedy_decoding_is_not_degenerate(name: str) -> None:
 
 
 @torch.no_grad()
-def test_encoder_alone() -> None:
+def test_encoder_only() -> None:
     model = build_preset("notebook-002")
     assert model.config.decoder is None
     hidden = model.hidden_states(torch.tensor([[5, 6, 7]]), torch.ones(1, 3).bool())

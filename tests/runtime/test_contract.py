@@ -230,7 +230,7 @@ def test_remove(one: tuple[Session, Transformer], width: int, removed: list[int]
         assert_candidates(batch.step(target_ids[stay, position], 3), expected[:, position], 3)
 
 
-def test_an_empty_batch_is_begun_anew(one: tuple[Session, Transformer]) -> None:
+def test_an_empty_batch_starts_again(one: tuple[Session, Transformer]) -> None:
     session, model = one
     batch = begun(session, sources(model.config), [[1]] * 4)
     batch.step(targets(model.config, 4, 1)[:, 0], 1)
@@ -377,7 +377,7 @@ def test_bad_arguments(one: tuple[Session, Transformer]) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
-def test_no_order_of_joining_changes_what_is_said(one: tuple[Session, Transformer], seed: int) -> None:
+def test_the_order_of_joining_does_not_change_the_output(one: tuple[Session, Transformer], seed: int) -> None:
     session, _ = one
     requests = random_requests(session, 50, seed)
     assert not differing(joining(session, requests, seed), alone(session, requests))
@@ -392,7 +392,7 @@ def test_a_thousand_sources_join_in_any_order(one: tuple[Session, Transformer], 
     assert not differing(joining(session, requests, seed, places=16), expected)
 
 
-def test_rows_that_compute_nan_harm_nobody(make_session: MakeSession) -> None:
+def test_rows_with_nan_do_not_affect_others(make_session: MakeSession) -> None:
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
     broken = tiny.VOCAB - 1  # a token of the source that is no number
     with torch.no_grad():
@@ -415,7 +415,7 @@ def test_rows_that_compute_nan_harm_nobody(make_session: MakeSession) -> None:
     assert all("returned NaN or infinite logits" in str(found[request.text]) for request in spoilt)
 
 
-def test_an_encoder_alone_gives_hidden_states(make_session: MakeSession) -> None:
+def test_an_encoder_only_session_returns_hidden_states(make_session: MakeSession) -> None:
     base = tiny.VARIANTS["pre-std"].to_dict()
     config = TransformerConfig.from_dict({**base, "decoder": None, "target_vocab": None, "max_target_length": None})
     model = tiny.model(config, dtype=torch.float32)

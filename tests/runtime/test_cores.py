@@ -53,7 +53,7 @@ def test_a_quota_is_a_limit_rounded_down(root: Path, said: str, cores: int | Non
     assert available_cores(root) == (cores or len(ALLOWED))
 
 
-def test_the_quota_of_a_group_around_counts_too(root: Path) -> None:
+def test_the_quota_of_a_parent_group_counts(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/pods/one/app\n")
     write(root / "sys/fs/cgroup/pods/one/app/cpu.max", "max 100000\n")
     write(root / "sys/fs/cgroup/pods/cpu.max", "100000 100000\n")
@@ -68,7 +68,7 @@ def test_a_quota_of_the_first_version_of_control_groups(root: Path, quota: str, 
     assert available_cores(root) == (cores or len(ALLOWED))
 
 
-def test_here_there_is_one_core_at_least() -> None:
+def test_this_machine_has_at_least_one_core() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
     code = (
         f"import os, tfexport.runtime.cpu as c; os.sched_setaffinity(0, {{{ALLOWED[0]}}}); print(c.available_cores())"

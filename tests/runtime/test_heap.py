@@ -23,7 +23,7 @@ def resident_mb() -> float:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep no arenas")
-def test_what_was_freed_goes_back_to_the_system() -> None:
+def test_freed_memory_is_returned_to_the_system() -> None:
     """The C library keeps freed memory as long as a used block follows it."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = libc.memset.restype = ctypes.c_void_p

@@ -185,7 +185,7 @@ def test_a_bundle_without_contrib_runs_static(tmp_path: Path, opened: list[Varia
         open_session(bundle, LoadOptions(backend="ort", threads=1, variant="contrib"))
 
 
-def test_contrib_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
+def test_a_bundle_with_only_contrib_is_refused_on_a_gpu(tmp_path: Path) -> None:
     bundle = make_contrib(tmp_path / "b", ENCODER)
     refusal = "has only the decoder variant contrib, which runs on the CPU; for device cuda export it with --variants"
     with pytest.raises(BundleError, match=refusal):

@@ -66,7 +66,7 @@ def test_cross_attention_of_a_step_does_not_scale(random_bundle: Path) -> None:
     assert scales == [1.0] * 2
 
 
-def test_weights_that_loading_keeps_twice(random_bundle: Path) -> None:
+def test_weights_that_are_loaded_twice(random_bundle: Path) -> None:
     """ONNX Runtime packs what it multiplies with, and keeps the original too where rows are looked up in it."""
     nodes = onnx.load(str(random_bundle / "decoder_contrib.onnx"), load_external_data=False).graph.node
     looked_up = {node.input[0] for node in nodes if node.op_type == "Gather"}
@@ -131,7 +131,7 @@ def test_runs_and_bindings_if_sources_join(model: Model, sources: list[list[int]
 
 
 @pytest.mark.parametrize("num_beams", [1, BEAMS])
-def test_what_crosses_into_python(
+def test_tensors_that_are_copied_to_python(
     model: Model, sources: list[list[int]], num_beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids, logits and a normaliser of a few candidates a row: nothing of the width of the vocabulary or the cache."""

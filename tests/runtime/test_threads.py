@@ -25,14 +25,14 @@ def of_own_module(bundle: Bundle, num_bytes: int) -> Bundle:
     return dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, config=None, files=files))
 
 
-def test_steps_of_a_small_decoder_take_one_thread_and_all_else_the_cores(dates_bundle: Path) -> None:
+def test_a_small_decoder_uses_one_thread_and_the_encoder_all_cores(dates_bundle: Path) -> None:
     bundle = read_bundle(dates_bundle)
     assert choose_threads("auto", bundle) == Threads(CORES, 1)
     assert choose_threads("auto", of_own_module(bundle, ONE_THREAD_BELOW - 1)) == Threads(CORES, 1)
     assert choose_threads("auto", of_own_module(bundle, ONE_THREAD_BELOW)) == Threads(CORES, CORES)
 
 
-def test_none_leaves_it_to_onnx_runtime(dates_bundle: Path) -> None:
+def test_threads_none_uses_the_default_of_onnx_runtime(dates_bundle: Path) -> None:
     with tfexport.load(dates_bundle, backend="eager") as model:
         assert model.threads is None, "only ONNX Runtime has the option"
     with tfexport.load(dates_bundle, threads=None) as model:
@@ -41,7 +41,7 @@ def test_none_leaves_it_to_onnx_runtime(dates_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["concat", "static", "contrib"])
-def test_every_variant_runs_with_what_was_chosen(dates_bundle: Path, variant: Variant) -> None:
+def test_every_variant_runs_with_the_chosen_threads(dates_bundle: Path, variant: Variant) -> None:
     for options, wanted in (({}, Threads(CORES, 1)), ({"threads": 3}, Threads(3, 3))):
         with tfexport.load(dates_bundle, variant=variant, **options) as model:  # type: ignore[arg-type]
             assert model.threads == wanted

@@ -96,13 +96,13 @@ def test_a_driver_that_is_too_old_for_a_call_has_the_same_remedy(monkeypatch: py
         Cuda().stream()
 
 
-def test_a_driver_that_refuses_says_why() -> None:
+def test_an_error_of_the_driver_gives_the_reason() -> None:
     with pytest.raises(BackendError, match=r"^cuInit failed with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH$"):
         cuda._list_gpus(FakeDriver(cuInit="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"))
 
 
 @no_gpu
-def test_without_a_gpu_nothing_is_found_and_the_reason_is_said() -> None:
+def test_without_a_gpu_the_reason_is_reported() -> None:
     assert find_gpus() == []
     for call in (need_gpu, Cuda):
         with pytest.raises(BackendError, match=r"^cuda: no GPU can be used here: "):

@@ -71,7 +71,7 @@ def load_elsewhere(folder: Path, target: str) -> str:
         ("raise OSError('libnvinfer.so.10: cannot open')", "cannot be loaded (libnvinfer.so.10: cannot open)"),
     ],
 )
-def test_a_module_without_its_library_is_told_apart(tmp_path: Path, source: str, message: str) -> None:
+def test_a_module_without_its_library_has_its_own_error(tmp_path: Path, source: str, message: str) -> None:
     (tmp_path / "tensorrt.py").write_text(source)
     said = load_elsewhere(tmp_path, "tensorrt")
     assert message in said
@@ -111,7 +111,7 @@ def test_a_builder_that_cannot_be_made_gives_the_reason(outcome: Any) -> None:
         library.builder(library.listen())
 
 
-def test_strong_typing_is_asked_for_by_name(rtx: Library) -> None:
+def test_strong_typing_is_requested_by_name(rtx: Library) -> None:
     """The number of the flag is 1 in TensorRT 10 and 0 in 11, where 1 is something else."""
     assert rtx.strongly_typed() == 1
     flags = Enum("NetworkDefinitionCreationFlag", {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1}, type=int)

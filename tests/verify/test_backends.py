@@ -78,9 +78,7 @@ def test_engines_are_compared(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(check["exact"] == check["sequences"] and check["must_be_exact"] for check in report["decodes"])
 
 
-def test_engines_that_take_less_than_the_bundle_are_asked_for_less(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaller_engines_are_compared_within_their_limits(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_batch": 5, "max_source_length": 7, "max_target_length": 6, "max_shapes": "num_candidates:9"}
     monkeypatch.setattr(backend, "open_bundle", engines(**limits))
     assert verify_bundle(bundle, config=FEW, backend="trt").passed
@@ -95,7 +93,7 @@ def test_beams_are_not_compared_if_an_engine_takes_too_few_rows(bundle: Path, mo
     assert "trt fp32 takes 3 rows, too few for beam 4" in told
 
 
-def test_an_encoder_alone_is_compared_on_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_only_engine_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = VARIANTS["post"].to_dict()
     config = TransformerConfig.from_dict({**base, "decoder": None, "target_vocab": None, "max_target_length": None})
     save_model(tiny.model(config, dtype=torch.float32), tmp_path / "m")
@@ -163,7 +161,7 @@ class LimitedBatch(EagerBatch):
 
 
 @pytest.mark.parametrize(("raised", "hidden"), [(0.0, False), (0.5, False), (0.0, True)])
-def test_few_candidates_are_compared_as_far_as_they_tell(bundle: Path, raised: float, hidden: bool) -> None:
+def test_few_candidates_are_compared_as_far_as_they_reach(bundle: Path, raised: float, hidden: bool) -> None:
     """A logit that is off shows, and so does a best token that is missing."""
     model = load_eager_model(open_bundle(bundle))
     limited = Limited(model)

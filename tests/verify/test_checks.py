@@ -225,7 +225,7 @@ def test_the_table_shows_which_check_failed_and_where(name: str, problem: str, b
     assert re.search(rf"✗ {problem}.* at batch \d+, row \d+", " ".join(" ".join(lines).split()))
 
 
-def test_the_bundle_itself_passes_the_same_way(bundle: Path, tmp_path: Path) -> None:
+def test_the_unchanged_bundle_passes_the_same_checks(bundle: Path, tmp_path: Path) -> None:
     """The mutations above fail for what they change, not for how they are written."""
     result = verify(altered(bundle, tmp_path / "b", decoder=lambda graph: None), "--samples", FEW.samples)
     assert result.exit_code == 0, result.output
@@ -238,7 +238,7 @@ def test_the_same_seed_gives_the_same_report(bundle: Path) -> None:
     assert strict_json(reports[0])["numbers"] != strict_json(reports[2])["numbers"]
 
 
-def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: Path, tmp_path: Path) -> None:
+def test_only_differences_within_rounding_are_ties(bundle: Path, source: Path, tmp_path: Path) -> None:
     """Two tokens win everywhere; the eager model prefers one of them by millionths, the static graph the other."""
     # Logits are about 9, where float32 goes by steps of 9.5e-7: a few of them, so that no rounding closes the gap.
     gap, error = 4e-6, 12e-6
@@ -286,7 +286,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])
-def test_however_few_sequences_the_cache_is_filled_step_by_step(count: int) -> None:
+def test_the_cache_is_filled_step_by_step_even_for_few_sequences(count: int) -> None:
     spec = model_spec(VARIANTS["post"], "fp32")
     for seed in range(20):
         batches = random_batches(spec, count, np.random.default_rng(seed))
@@ -295,14 +295,14 @@ def test_however_few_sequences_the_cache_is_filled_step_by_step(count: int) -> N
         assert count < 8 or not batches[0].source_mask.all()
 
 
-def test_a_model_that_says_nothing_at_all_can_be_compared() -> None:
+def test_a_model_with_empty_outputs_can_be_compared() -> None:
     """All logits are 0 with logit_scale 0; nothing is divided by them."""
     zeros = [np.zeros((1, 2, 3), np.float32)]
     assert compare("stage", zeros, zeros, 1e-5).passed
     assert not compare("stage", zeros, [zeros[0] + 1], 1e-5).passed
 
 
-def test_a_stage_that_is_not_finite_leaves_no_such_number_in_the_report() -> None:
+def test_the_report_has_no_number_that_is_not_finite() -> None:
     ones = np.ones((1, 2, 3), np.float32)
     for value, word in ((np.nan, "NaN"), (np.inf, "inf")):
         wrong = ones.copy()

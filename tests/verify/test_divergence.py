@@ -38,7 +38,7 @@ def margin(eager: Any, source: list[int], tokens: list[int]) -> float:
     return float(np.sort(logits)[-1] - np.sort(logits)[-2])
 
 
-def test_the_medians_are_those_of_the_sequences_that_part(eager: EagerSession) -> None:
+def test_the_medians_cover_only_diverging_sequences(eager: EagerSession) -> None:
     expected = [hypothesis(5, 6, 7, 2) for _ in SOURCES]
     got = list(expected)
     changed = {0: (9, 6, 7, 2), 1: (5, 6, 9, 2), 3: (5, 6, 7, 9), 9: (5, 6, 7), 14: (5, 9, 7, 2)}
@@ -53,7 +53,7 @@ def test_the_medians_are_those_of_the_sequences_that_part(eager: EagerSession) -
     assert len({round(value, 4) for value in margins}) == 5
 
 
-def test_more_than_a_batch_may_part_and_a_text_may_end_before_another_parts(eager: EagerSession) -> None:
+def test_sequences_diverge_at_different_steps_and_ends(eager: EagerSession) -> None:
     expected = [hypothesis(2) if number % 2 else hypothesis(5, 6, 7, 8) for number in range(len(SOURCES))]
     got = [hypothesis(9) if number % 2 else hypothesis(5, 6, 7, 9) for number in range(len(SOURCES))]
     found = measure_divergence(eager, SOURCES, expected, got)
@@ -61,12 +61,12 @@ def test_more_than_a_batch_may_part_and_a_text_may_end_before_another_parts(eage
     assert found == Divergence(0.0, 3.0, pytest.approx(float(np.median(margins)), rel=1e-4))
 
 
-def test_nothing_parts(eager: EagerSession) -> None:
+def test_no_sequence_diverges(eager: EagerSession) -> None:
     same = [hypothesis(5, 2) for _ in SOURCES]
     assert measure_divergence(eager, SOURCES, same, same) == Divergence(1.0, None, None)
 
 
-def test_the_table_and_the_report_have_it() -> None:
+def test_the_table_and_the_report_show_the_divergence() -> None:
     numbers = (Numbers("ort contrib", 0.01, 0.1, 0.1, "nowhere"),)
     parted = Decodes("ort contrib", "greedy", 40, 32, 7, "…", False, Divergence(0.8, 6.5, 0.25))
     equal = Decodes("ort contrib", "beam 4", 40, 40, 0, None, False, Divergence(1.0, None, None))

@@ -105,6 +105,6 @@ def test_lengths_grow_to_the_limits(source: int, target: int, expected: list[tup
     assert all(1 <= batch.target_ids.shape[1] - batch.prefill + 1 <= LONG_STEPS + 1 for batch in batches)
 
 
-def test_a_longer_limit_is_not_claimed() -> None:
+def test_a_longer_limit_is_not_reported() -> None:
     report = Report("the eager model", 4, 0, (), (), source_tokens=1024, target_tokens=1024, is_capped=True)
     assert any(line.endswith("passed, compared up to 1024 source and 1024 target tokens") for line in report.lines())

@@ -48,7 +48,7 @@ def int4(once: Once) -> Path:
     return once("dates-bundle-int4", make)
 
 
-def test_the_bundle_says_what_it_is(int4: Path) -> None:
+def test_the_bundle_states_its_quantization(int4: Path) -> None:
     manifest = open_bundle(int4).manifest
     assert manifest.quantization == Quantization(weights="int4", optimize_for="latency")
     assert (manifest.accuracy, manifest.spec.precision) == ("int4", "fp32")
@@ -67,7 +67,7 @@ def test_the_bundle_says_what_it_is(int4: Path) -> None:
     assert facts["quantization"] == {"weights": "int4", "optimize_for": "latency"}
 
 
-def test_the_export_reports_where_decodes_part(int4: Path) -> None:
+def test_the_export_reports_where_outputs_diverge(int4: Path) -> None:
     report = json.loads((int4 / "parity.json").read_text())
     assert report["passed"] is True
     by_method = {check["method"]: check for check in report["decodes"]}
@@ -88,7 +88,7 @@ def test_it_generates(int4: Path) -> None:
     assert run("generate", int4, "3 mars 1999", "--num-beams", 2).stdout == "1999-03-03\n"
 
 
-def test_verify_needs_the_model_that_it_was_made_from(int4: Path) -> None:
+def test_verify_needs_the_original_model(int4: Path) -> None:
     result = run("verify", int4)
     remedy = "give the model directory that it was made from with --against"
     assert (result.exit_code, result.stdout) == (1, "")
@@ -99,7 +99,7 @@ def test_verify_needs_the_model_that_it_was_made_from(int4: Path) -> None:
     assert report.numbers[-1].tolerance == 0.5
 
 
-def test_a_quantised_bundle_of_another_model_fails(int4: Path, tmp_path: Path) -> None:
+def test_a_quantized_bundle_of_another_model_fails(int4: Path, tmp_path: Path) -> None:
     model = load_model(DATES)
     with torch.no_grad():
         model.dec.layers[0].ffn.fc1.weight.mul_(-1)  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def test_a_quantised_bundle_of_another_model_fails(int4: Path, tmp_path: Path) -
     assert "ort contrib differs by" in result.stdout
 
 
-def test_what_needs_wide_weights_is_refused_with_the_remedy(int4: Path) -> None:
+def test_operations_that_need_wide_weights_are_refused_with_the_remedy(int4: Path) -> None:
     with pytest.raises(BundleError, match="no eager model"):
         tfexport.load(int4, backend="eager")
     with pytest.raises(BackendError, match=r"int4 weights for the CPU; for device cuda export it again with .* fp16"):

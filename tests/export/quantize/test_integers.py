@@ -189,7 +189,7 @@ def test_rows_of_an_embedding_are_those_of_the_file(width: int, way: str, tmp_pa
     assert kinds == {"int8_blocks", *(["int8_columns"] if way == "int8 throughput" else [])}
 
 
-def test_what_is_small_or_no_plain_linear_map_stays(tmp_path: Path) -> None:
+def test_small_or_other_weights_are_not_quantized(tmp_path: Path) -> None:
     weights = {"w0": random(128, 128), "w1": random(128, 31), "w2": random(31, 200), "w3": random(200, 128)}
     weights |= {"w4": random(128, 64), "b4": random(1, 64)}
     nodes = [

@@ -174,7 +174,7 @@ def test_the_runtime_runs_graphs_with_narrow_weights(tmp_path: Path) -> None:
     assert 0 < np.abs(found - expected).std() / expected.std() < 0.03
 
 
-def test_uneven_inputs_are_int8_and_said(tmp_path: Path) -> None:
+def test_uneven_inputs_become_int8_and_are_reported(tmp_path: Path) -> None:
     graphs = chain(tmp_path / "source", "ggm", (64, 140, 128, 64))
     lines: list[str] = []
     quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", "int4", report=lines.append)
@@ -186,7 +186,7 @@ def test_uneven_inputs_are_int8_and_said(tmp_path: Path) -> None:
     assert run(tmp_path / "out" / "g.onnx", np.ones((2, 64), np.float32)).shape == (2, 64)
 
 
-def test_what_is_small_or_read_otherwise_stays(tmp_path: Path) -> None:
+def test_small_weights_and_weights_with_other_readers_stay(tmp_path: Path) -> None:
     graphs = chain(tmp_path / "source", "emg", (64, 64, 63, 256))
     quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", "int8")
     graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph

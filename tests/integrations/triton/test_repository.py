@@ -184,7 +184,7 @@ def test_a_full_disk_keeps_the_old_files(repository: Path, dates_bundle: Path, m
     assert [path.name for path in repository.parent.iterdir()] == ["models"]
 
 
-def test_a_model_without_tfexport_says_how_to_install_it(repository: Path) -> None:
+def test_a_missing_tfexport_is_reported_with_the_install_command(repository: Path) -> None:
     command = [sys.executable, "-I", "-S", repository / "dates" / "1" / "model.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "No module named 'tfexport'; install it where Triton's Python backend runs" in done.stderr

@@ -146,7 +146,7 @@ def test_rows_that_join_and_leave_equal_rows_alone(static: Sessions, name: str, 
     assert_as_alone(other, texts, width)
 
 
-def test_buffers_grow_and_shrink_with_what_is_in_them(static: Sessions) -> None:
+def test_buffers_grow_and_shrink_with_their_contents(static: Sessions) -> None:
     rng, (session, other) = np.random.default_rng(1), static(tiny.model(LONG, dtype=torch.float32))
     texts = [draw(rng, 2, most) for most in (190, 9, 9, 9, 190, 70, 9, 9, 9, 9, 9, 9)]
     texts[0].tokens, texts[0].orders = (np.resize(array, (185, 2)) for array in (texts[0].tokens, texts[0].orders))
@@ -161,7 +161,7 @@ def test_buffers_grow_and_shrink_with_what_is_in_them(static: Sessions) -> None:
     assert_as_alone(other, late, 2)
 
 
-def test_a_bundle_of_before_runs_on_the_cpu_and_says_what_a_gpu_lacks(once: Once) -> None:
+def test_an_older_bundle_runs_on_the_cpu_and_is_refused_on_a_gpu(once: Once) -> None:
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
     graphs, spec = exported(model, once)
     before = {name: path for name, path in graphs.items() if name != REORDER}

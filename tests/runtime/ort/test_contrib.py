@@ -83,7 +83,7 @@ def ids_of(pair: Pair, seed: int) -> Ids:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), width=st.integers(1, 4))
-def test_any_sequence_of_changes_says_what_eager_says(data: st.DataObject, width: int, session: OrtSession) -> None:
+def test_any_sequence_of_changes_equals_eager(data: st.DataObject, width: int, session: OrtSession) -> None:
     model = tiny.model(LONG, dtype=torch.float32)
     pair = Pair(session, model, width)
     for number in range(data.draw(st.integers(2, 10))):
@@ -123,7 +123,7 @@ def test_a_long_prompt_fits_at_once(length: int, width: int, session: OrtSession
     pair.step(ids_of(pair, 1))
 
 
-def test_what_nobody_wrote_is_not_read(
+def test_unwritten_positions_are_not_read(
     session: OrtSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = random_requests(session, 40, 0)
@@ -139,7 +139,7 @@ def test_what_nobody_wrote_is_not_read(
     assert not differing(joining(session, requests, 1), expected)
 
 
-def test_a_step_writes_its_own_places_alone(session: OrtSession, model: Transformer) -> None:
+def test_a_step_writes_only_its_own_positions(session: OrtSession, model: Transformer) -> None:
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [3]])
     assert isinstance(batch, ContribBatch)
     batch.step(np.array([1, 2, 1, 3]), 1)
@@ -160,7 +160,7 @@ def test_a_step_writes_its_own_places_alone(session: OrtSession, model: Transfor
         ([2, 2, 2, 5, 3, 5], 3),
     ],
 )
-def test_rows_that_nobody_continues_are_all_that_is_overwritten(
+def test_only_abandoned_rows_are_overwritten(
     rows: list[int], overwritten: int, session: OrtSession, model: Transformer
 ) -> None:
     batch = begun(session, sources(model.config, (9, 4)), [[1]] * 2, 3)
@@ -176,7 +176,7 @@ def test_rows_that_nobody_continues_are_all_that_is_overwritten(
     np.testing.assert_array_equal(buffers[:, :, :, 3:], before[:, :, :, 3:])
 
 
-def test_a_closed_session_says_so_in_the_middle_of_a_text(model: Transformer, once: Once) -> None:
+def test_closing_a_session_during_decoding_raises(model: Transformer, once: Once) -> None:
     opened = contrib_session(model, once)
     batch = begun(opened, sources(model.config), [[1]] * 4)
     batch.step(np.full(4, 1), 1)
@@ -186,7 +186,7 @@ def test_a_closed_session_says_so_in_the_middle_of_a_text(model: Transformer, on
         batch.step(np.full(4, 1), 1)
 
 
-def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
+def test_encoder_and_decoder_may_have_different_widths(tmp_path: Path) -> None:
     """Only in the decoder's self-attention, the operators need equal widths divisible by 8."""
     config = tiny.config(encoder={"d_k": 6, "d_v": 10}, attention_bias=False)
     model = tiny.model(config, dtype=torch.float32)
@@ -229,7 +229,7 @@ class OneByOne:
 
 
 @pytest.mark.parametrize("eos", range(4, 12))
-def test_several_steps_find_what_single_steps_find(eos: int, session: OrtSession) -> None:
+def test_several_steps_equal_single_steps(eos: int, session: OrtSession) -> None:
     spec = replace(session.spec, tokens=replace(session.spec.tokens, eos=eos))
     several, single = (OtherEnd(session, spec, multi_step=multi_step) for multi_step in (True, False))
     assert isinstance(several.batch(), MultiStep)
@@ -268,7 +268,7 @@ def test_few_suppressed_tokens_and_several_ends_leave_steps_together(
     assert num_suppressed > 2 or max(taken) > 1
 
 
-def test_several_steps_keep_to_the_limit(session: OrtSession, model: Transformer) -> None:
+def test_several_steps_stop_at_the_limit(session: OrtSession, model: Transformer) -> None:
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [1]])
     assert isinstance(batch, MultiStep)
     with pytest.raises(InputError, match=f"the limit is {LIMIT}"):

@@ -53,7 +53,7 @@ def test_element_types_are_those_of_onnx() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_rows_are_copied_bit_by_bit_to_where_they_shall_lie(
+def test_rows_are_copied_exactly_to_their_destination(
     precision: Precision, gather: Callable[[Precision], RowGather]
 ) -> None:
     opened = gather(precision)
@@ -192,7 +192,7 @@ class Assigned:
         ("Gemm Cast Reshape", "Cast Transpose", ["Transpose"]),
     ],
 )
-def test_cast_and_reshape_may_stay_on_the_cpu_for_shapes_alone(on_cuda: str, on_cpu: str, expected: list[str]) -> None:
+def test_cast_and_reshape_may_run_on_the_cpu_only_for_shapes(on_cuda: str, on_cpu: str, expected: list[str]) -> None:
     session = Assigned(CUDA=on_cuda, CPU=on_cpu)
     assert misplaced(cast(Any, session), "CUDAExecutionProvider") == expected
     if expected:
@@ -203,7 +203,7 @@ def test_cast_and_reshape_may_stay_on_the_cpu_for_shapes_alone(on_cuda: str, on_
 
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "cpu"), ("cuda", "gpu")])
-def test_the_oldest_version_is_the_one_that_the_extra_asks_for(device: Device, extra: str) -> None:
+def test_the_oldest_version_is_that_of_the_extra(device: Device, extra: str) -> None:
     (requirement,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
     assert requirement.rpartition(">=")[2] == PROVIDERS[device].minimum
 
@@ -216,7 +216,7 @@ def test_a_graph_that_does_not_load_names_the_oldest_version(tmp_path: Path) -> 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="onnxruntime-gpu is installed")
 @pytest.mark.parametrize("command", ["generate", "embed"])
-def test_without_cuda_in_the_build_the_command_line_says_what_to_install(command: str, dates_bundle: Path) -> None:
+def test_without_cuda_in_the_build_the_command_line_names_the_package(command: str, dates_bundle: Path) -> None:
     result = CliRunner().invoke(main, [command, str(dates_bundle), "1.2.2003", "--device", "cuda"])
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -224,14 +224,14 @@ def test_without_cuda_in_the_build_the_command_line_says_what_to_install(command
     assert "pip uninstall -y onnxruntime && pip install 'tfexport[gpu]', or use device cpu" in result.stderr
 
 
-def test_a_machine_without_a_driver_is_told_so() -> None:
+def test_a_missing_driver_is_reported() -> None:
     assert driver_problem("libcuda-that-is-not-there.so.1") == (
         "no NVIDIA driver is installed (libcuda-that-is-not-there.so.1 is not found); install the NVIDIA driver"
     )
 
 
 @pytest.mark.skipif(NO_GPU is None, reason="there is a GPU")
-def test_a_build_with_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_build_without_a_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     with pytest.raises(BackendError, match=r"(no NVIDIA driver|the NVIDIA driver finds no GPU).*or use device cpu"):
         prepare_cuda()
@@ -240,7 +240,7 @@ def test_a_build_with_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
 @pytest.mark.parametrize("variant", ["concat", "static"])
-def test_a_gpu_says_what_the_cpu_says(variant: Variant, dates_bundle: Path) -> None:
+def test_gpu_and_cpu_give_the_same_output(variant: Variant, dates_bundle: Path) -> None:
     texts = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989"]
     with load(dates_bundle, variant=variant) as cpu, load(dates_bundle, variant=variant, device="cuda") as cuda:
         for beams in (1, 4):

@@ -90,7 +90,9 @@ def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monk
 
 @pytest.mark.parametrize("variant", ["static", "contrib"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_texts_do_not_depend_on_the_division(num_beams: int, variant: Variant, model: Transformer, once: Once) -> None:
+def test_texts_do_not_depend_on_the_split_of_batches(
+    num_beams: int, variant: Variant, model: Transformer, once: Once
+) -> None:
     graphs, spec = exported(model, once)
     session = OrtSession(Graphs(graphs, spec), variant, threads=1)
     ids, _ = sources(model.config, MIXED, seed=3)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads libraries
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
-def test_what_a_library_needs_is_what_readelf_says() -> None:
+def test_needed_libraries_equal_those_of_readelf() -> None:
     (library,) = Path(tokenizers.__file__).parent.glob("*.so")
     listed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     assert needed(library) == re.findall(r"\(NEEDED\).*\[(.+)\]", listed) != []
@@ -41,7 +41,7 @@ def test_libraries_are_found_where_wheels_put_them(place: str, tmp_path: Path, m
     ctypes.CDLL(first)  # by its name alone, as what is linked to it asks for it
 
 
-def test_where_nothing_is_found_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_libraries_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert where_looked() == (
         "looked in LD_LIBRARY_PATH, the system's folders and no nvidia/*/lib or torch/lib on Python's path"

@@ -52,7 +52,7 @@ def batch_of(name: str, once: Once) -> tuple[ContribBatch, Transformer]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_each_token_has_its_logits_and_wrong_ones_leave_nothing_behind(name: str, once: Once) -> None:
+def test_each_token_has_its_logits_and_rejected_tokens_leave_no_trace(name: str, once: Once) -> None:
     batch, wide = batch_of(name, once)
     rng = np.random.default_rng(3)
     vocab, prefix = wide.config.target_vocab or 0, 3
@@ -76,7 +76,7 @@ def test_each_token_has_its_logits_and_wrong_ones_leave_nothing_behind(name: str
         assert batch.lengths.tolist() == [place]
 
 
-def test_what_is_refused(once: Once) -> None:
+def test_invalid_calls_are_refused(once: Once) -> None:
     batch, _ = batch_of("alibi", once)
 
     def verify(*token_ids: int, num_candidates: int = 1) -> None:
@@ -103,7 +103,7 @@ def test_what_is_refused(once: Once) -> None:
             refused()
 
 
-def test_a_graph_without_it_cannot_verify(random_bundle: Path) -> None:
+def test_a_graph_without_speculation_cannot_verify(random_bundle: Path) -> None:
     with tfexport.load(random_bundle, threads=1) as model:
         batch = model.session.batch()
         assert isinstance(batch, Verifies)

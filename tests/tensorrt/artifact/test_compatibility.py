@@ -58,7 +58,7 @@ H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
         (SAME, at(gpu=RTX_4090)),
     ],
 )
-def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, machine: Machine) -> None:
+def test_a_compatible_engine_is_accepted(bundle: Bundle, config: EngineConfig, machine: Machine) -> None:
     assert incompatibilities(stored.manifest(bundle, config), bundle, machine) == []
 
 
@@ -88,7 +88,7 @@ def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, machine:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line_with_both_values(
+def test_an_incompatible_engine_is_one_line_with_both_values(
     bundle: Bundle, config: EngineConfig, machine: Machine, message: str
 ) -> None:
     found = incompatibilities(stored.manifest(bundle, config), bundle, machine)
@@ -156,7 +156,7 @@ def test_the_build_command_has_the_same_options(config: EngineConfig, tmp_path: 
     assert EngineConfig(**parameters) == config
 
 
-def test_the_remedy_adds_the_gpu_here_unless_it_has_no_name(bundle: Bundle) -> None:
+def test_the_remedy_names_this_gpu_if_it_has_a_name(bundle: Bundle) -> None:
     """Hopper: TensorRT-RTX builds for it as the local GPU, and for no other GPU at the same time."""
 
     def rebuilt(built: tuple[str, ...], here: str) -> list[str]:

@@ -42,7 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ---- adding
 
 
-def test_an_engine_is_there_as_it_was_written(bundle: Bundle, engine: Path) -> None:
+def test_an_engine_is_opened_as_written(bundle: Bundle, engine: Path) -> None:
     assert engine == bundle.path / "engines" / NAME
     assert engine_names(bundle.path) == [NAME]
     opened = open_engine(bundle.path, NAME)
@@ -94,7 +94,7 @@ def test_an_engine_with_kernels_is_replaced(bundle: Bundle, engine: Path) -> Non
     assert not (engine / "kernels").exists(), "they belong to other plans"
 
 
-def test_a_file_that_comes_during_a_build_is_not_lost(bundle: Bundle, engine: Path) -> None:
+def test_a_file_created_during_a_build_is_not_lost(bundle: Bundle, engine: Path) -> None:
     before = contents(engine)
     with (
         pytest.raises(EngineError, match="holds more than an engine: 'notes'"),
@@ -119,7 +119,7 @@ def test_a_build_that_fails_leaves_nothing(bundle: Bundle, is_new: bool) -> None
     assert (bundle.path / "engines").exists() is not is_new
 
 
-def test_what_is_no_engine_is_not_published(bundle: Bundle) -> None:
+def test_an_invalid_engine_is_not_published(bundle: Bundle) -> None:
     whole = stored.manifest(bundle)
     with pytest.raises(EngineError, match=r"encoder\.plan is missing"):
         stored.store(bundle, whole, {name: data for name, data in PLANS.items() if name != "encoder"})
@@ -169,7 +169,7 @@ def test_a_killed_build_leaves_the_old_engine_and_no_half_one(bundle: Bundle, en
     assert [path.name for path in engine.parent.iterdir()] == [NAME]
 
 
-def test_two_builds_of_one_engine_exclude_one_another(bundle: Bundle) -> None:
+def test_two_builds_of_one_engine_exclude_each_other(bundle: Bundle) -> None:
     with pytest.raises(EngineError, match="is missing"), add_engine(bundle.path, NAME, force=False):
         with pytest.raises(BundleError, match="is being written by another process"):
             stored.store(bundle, stored.manifest(bundle))
@@ -221,7 +221,7 @@ def test_a_flipped_byte_is_found_when_a_plan_is_read(bundle: Bundle, engine: Pat
     assert opened.read_plan("encoder") == PLANS["encoder"]
 
 
-def test_a_link_that_comes_later_is_not_followed(bundle: Bundle, engine: Path) -> None:
+def test_a_link_created_later_is_not_followed(bundle: Bundle, engine: Path) -> None:
     opened = open_engine(bundle.path, NAME)
     link(engine / "encoder.plan")
     with pytest.raises(EngineError, match=r"encoder\.plan cannot be read"):
@@ -253,7 +253,7 @@ def test_if_no_engine_can_be_used_each_reason_is_given(bundle: Bundle, engine: P
     assert "\n" not in text
 
 
-def test_a_bundle_without_engines_says_how_to_build_one(bundle: Bundle) -> None:
+def test_a_bundle_without_engines_names_the_build_command(bundle: Bundle) -> None:
     with pytest.raises(EngineError, match=f"has no engines; build one with: tfexport trt {bundle.path}"):
         choose_engine(bundle, None, MACHINE)
 

@@ -81,7 +81,7 @@ def test_supported_graphs_are_parsed(rtx: Library) -> None:
     assert parse(rtx, as_many_keys_as_queries).layers["ATTENTION_INPUT"] == 1
 
 
-def test_a_cache_read_as_it_was_is_refused(rtx: Library) -> None:
+def test_a_cache_read_before_its_update_is_refused(rtx: Library) -> None:
     """The library would build it and read memory that the update overwrites."""
     shape = ["rows", HEADS, CAPACITY, WIDTH]
     inputs = [
@@ -125,7 +125,7 @@ def test_attention_that_would_be_computed_wrongly_is_refused(
     assert message.endswith("give it a mask [batch, 1, target_len, len] instead")
 
 
-def test_causal_attention_is_seen_in_the_network_itself(rtx: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_attention_is_found_in_the_network(rtx: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = refusal(rtx, attention(mask=False, causal=True))

@@ -45,7 +45,7 @@ def capabilities(library: Library, *wanted: str, gpu: Any = None) -> tuple[str, 
     return resolve_options(library, EngineConfig(compute_capabilities=wanted), gpu).compute_capabilities
 
 
-def test_engines_are_built_for_what_is_named_or_there_or_for_all(rtx: Library) -> None:
+def test_engines_are_built_for_named_local_or_all_gpus(rtx: Library) -> None:
     assert capabilities(rtx) == PORTABLE
     assert capabilities(rtx, gpu=L4) == ("8.9",)
     assert capabilities(rtx, "12.0", "8.6", "12.0", gpu=L4) == ("8.6", "12.0")
@@ -72,7 +72,7 @@ def test_a_gpu_that_the_enum_does_not_name_is_the_local_one(rtx: Library, wanted
         (("8.9", "9.0"), HOPPER, "or for only the local GPU; choose one of them"),
     ],
 )
-def test_for_such_a_gpu_no_other_can_be_named(rtx: Library, wanted: tuple[str, ...], gpu: Any, message: str) -> None:
+def test_an_unnamed_gpu_excludes_named_ones(rtx: Library, wanted: tuple[str, ...], gpu: Any, message: str) -> None:
     with pytest.raises(EngineError) as caught:
         capabilities(rtx, *wanted, gpu=gpu)
     listed = f"compute capability {wanted[-1]}: it builds for 7.5, 8.0, 8.6, 8.9, 12.0, 12.1"
@@ -106,7 +106,7 @@ def plain_tensorrt(*levels: str) -> Library:
     return Library("tensorrt", trt, "10.0.1", Logger())
 
 
-def test_tensorrt_takes_what_rtx_does_not() -> None:
+def test_options_that_only_tensorrt_supports() -> None:
     settings = EngineConfig(version_compatible=True, timing_cache="cache", hardware_compatibility="ampere_plus")
     library = plain_tensorrt("NONE", "AMPERE_PLUS")
     options = resolve_options(library, settings, L4)

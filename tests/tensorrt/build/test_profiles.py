@@ -69,7 +69,7 @@ def test_the_concat_variant_by_hand() -> None:
     assert alone["past_key.0"].max == (32, 4, 0, 6)
 
 
-def test_an_encoder_alone_has_one_engine() -> None:
+def test_an_encoder_only_bundle_has_one_plan() -> None:
     made = profiles(spec=ENCODER_ONLY)
     assert list(made.engines) == ["encoder"]
     assert made.limits == EngineLimits(max_batch=32, max_source_length=64, max_target_length=0, max_candidates=0)
@@ -116,7 +116,7 @@ def test_a_prefill_of_one_position_is_one_token() -> None:
 
 
 @pytest.mark.parametrize("variant", ["static", "concat"])
-def test_a_prefill_reads_sixteen_tokens_unless_more_is_asked_for(variant: Variant) -> None:
+def test_a_prefill_reads_sixteen_tokens_by_default(variant: Variant) -> None:
     plan = {"static": "decoder_static", "concat": "decoder"}[variant]
 
     def prefill(**shapes: str) -> ShapeRange:
@@ -157,7 +157,7 @@ def test_a_shape_binds_its_dimensions_wherever_they_occur() -> None:
     assert reorder["order"] == ShapeRange((1,), (2,), (6,))
 
 
-def test_candidates_can_be_raised_to_what_topk_takes() -> None:
+def test_candidates_can_be_raised_to_the_limit_of_topk() -> None:
     large = replace(SPEC, vocab=100_000)
     made = profiles(spec=large, max_shapes="num_candidates:3840")
     assert made.limits.max_candidates == 3840
@@ -215,7 +215,7 @@ def test_all_problems_are_named_at_once() -> None:
     ("variant", "shapes", "tokens"),
     [("static", "source_ids:4x48", 48), ("concat", "past_key.0:4x4x14x6", 14), ("static", "source_ids:4x4", 8)],
 )
-def test_rows_that_move_are_as_wide_as_the_shapes_that_were_given(variant: Variant, shapes: str, tokens: int) -> None:
+def test_reordered_rows_are_as_wide_as_the_given_shapes(variant: Variant, shapes: str, tokens: int) -> None:
     made = profiles(variant, max_source_length=8, max_target_length=8, max_shapes=shapes)
     (reorder,) = made.engines["reorder"]
     assert reorder["cache"].max == (4, 4 * 10 * tokens)

@@ -176,7 +176,7 @@ def test_a_row_of_nan_affects_neither_neighbors_nor_the_next_in_its_slot(dates: 
     assert batch._layout.slots.size == 4, "every slot is in use, that of the NaN too"
 
 
-def test_a_source_that_leaves_moves_nothing_until_a_quarter_of_the_slots_would_do(dates: Model) -> None:
+def test_slots_are_compacted_when_a_quarter_would_do(dates: Model) -> None:
     cuda = CudaDouble()
     batch, _ = dates.started(dates.trt(cuda=cuda), 8)
     histories = [[dates.start] for _ in range(8)]

@@ -129,7 +129,7 @@ def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[.
             assert [result.text for result in model.generate(texts, num_beams=2)] == [r.text for r in expected]
 
 
-def test_a_warm_up_leaves_nothing_for_the_first_batch_to_make(on_doubles: Callable[..., tfexport.Model]) -> None:
+def test_after_a_warm_up_the_first_batch_creates_nothing(on_doubles: Callable[..., tfexport.Model]) -> None:
     texts = ["Dienstag, 3. März 2026", "le 14 juillet 1989", "May 4, 1977"]
     made = {}
     for batches in ((), [(3, 32), (1, 32)]):
@@ -146,7 +146,7 @@ def test_a_warm_up_leaves_nothing_for_the_first_batch_to_make(on_doubles: Callab
     assert made[False]["context"] > 0
 
 
-def test_an_engine_goes_with_its_backend_and_its_variant(on_doubles: Callable[..., tfexport.Model]) -> None:
+def test_an_engine_needs_its_backend_and_variant(on_doubles: Callable[..., tfexport.Model]) -> None:
     with pytest.raises(BackendError, match="ort: engine fast is for TensorRT; use it with --backend trt"):
         on_doubles(backend="ort", engine="fast")
     with pytest.raises(BackendError, match="trt: engine fast has the variant static; leave the variant out"):

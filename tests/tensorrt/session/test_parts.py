@@ -21,7 +21,7 @@ from tfexport.tensorrt.session._cache import BatchLayout
 
 
 @given(data=st.data(), width=st.integers(1, 3), size=st.integers(1, 12))
-def test_copies_of_slots_keep_what_every_row_is(data: st.DataObject, width: int, size: int) -> None:
+def test_copies_of_slots_preserve_every_row(data: st.DataObject, width: int, size: int) -> None:
     """Every source is found where the layout says, whatever is left out; no copy overwrites what is still needed."""
     slots = np.array(data.draw(st.lists(st.integers(0, size - 1), unique=True)), np.int64)
     layout = BatchLayout(size, width, 8, 16, slots)
@@ -59,7 +59,7 @@ def cuda() -> CudaDouble:
     return CudaDouble()
 
 
-def test_the_double_refuses_what_the_library_refuses(cuda: CudaDouble, context: FakeContext) -> None:
+def test_the_double_refuses_the_same_calls_as_the_library(cuda: CudaDouble, context: FakeContext) -> None:
     stream, pinned = cuda.stream(), cuda.pinned((32,), np.float32)
     assert not context.execute_async_v3(stream), "an address is missing"
     for name, shape in ((CACHE, (5, 4)), (CACHE, (2, 9)), (CACHE, (2, 4, 1)), (REORDERED, (3, 4)), ("?", (1,))):
@@ -73,9 +73,7 @@ def test_the_double_refuses_what_the_library_refuses(cuda: CudaDouble, context: 
         cuda.synchronize(stream)
 
 
-def test_the_double_wants_a_run_before_a_capture_and_the_same_shapes_after(
-    cuda: CudaDouble, context: FakeContext
-) -> None:
+def test_the_double_needs_a_run_before_a_capture_and_equal_shapes_after(cuda: CudaDouble, context: FakeContext) -> None:
     stream = cuda.stream()
     context.set_tensor_address(REORDERED, cuda.allocate(128))
     order = cuda.pinned((3,), np.int64)
@@ -106,7 +104,7 @@ def test_the_double_of_cuda_has_the_methods_of_the_real_one() -> None:
             assert list(double.parameters) == list(inspect.signature(method).parameters), name
 
 
-def test_the_doubles_of_engines_have_nothing_that_the_library_has_not() -> None:
+def test_the_doubles_of_engines_have_only_members_of_the_library() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
     own = {"needs", "array", "itemsize", "load", "run", "is_capturable", "activation_bytes"}
     pairs = (

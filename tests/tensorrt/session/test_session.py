@@ -239,7 +239,7 @@ def test_caches_are_as_long_as_the_longest_row_needs(dates: Model) -> None:
     assert batch._layout.capacity == 5, "for a long prompt"
 
 
-def test_a_prompt_is_read_at_once_and_by_the_new_rows_alone(dates: Model) -> None:
+def test_a_prompt_is_read_at_once_and_only_by_new_rows(dates: Model) -> None:
     cuda = CudaDouble()
     batch, new = dates.started(dates.trt(cuda=cuda, max_batch=8), 4)
     new = batch.step(new, 1).token_ids[:, 0]
@@ -253,7 +253,7 @@ def test_a_prompt_is_read_at_once_and_by_the_new_rows_alone(dates: Model) -> Non
     assert_as_alone(dates, found, dates.sources[:6], histories)
 
 
-def test_contexts_go_with_their_graphs_and_not_when_garbage_is_collected(dates: Model) -> None:
+def test_contexts_are_freed_with_their_graphs(dates: Model) -> None:
     """Garbage may be collected in the middle of a capture, where no context must be freed."""
     batch, new = dates.started(dates.trt(), 1, 2)
     for _ in range(3):
@@ -274,7 +274,7 @@ def test_contexts_go_with_their_graphs_and_not_when_garbage_is_collected(dates: 
         gc.enable()
 
 
-def test_batches_in_turn_share_a_replica_and_batches_at_once_do_not(dates: Model) -> None:
+def test_only_successive_batches_share_a_replica(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
     for _ in range(5):
@@ -291,7 +291,7 @@ def test_batches_in_turn_share_a_replica_and_batches_at_once_do_not(dates: Model
     assert session.memory_bytes() == cuda.device_bytes == (1 + MAX_FREE_REPLICAS) * one
 
 
-def test_memory_is_what_the_documentation_says(dates: Model) -> None:
+def test_memory_equals_the_documented_amount(dates: Model) -> None:
     session, spec = dates.trt(max_batch=16), dates.spec
     batch = session.batch(2)
     dates.add(batch, [[5] * 16] * 4)
@@ -304,7 +304,7 @@ def test_memory_is_what_the_documentation_says(dates: Model) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_close_frees_everything_also_under_a_batch(dates: Model, variant: Variant) -> None:
+def test_close_frees_everything_even_during_a_batch(dates: Model, variant: Variant) -> None:
     cuda = CudaDouble()
     session = dates.trt(variant, cuda=cuda)
     batch, new = dates.started(session, 3, 2)
@@ -366,9 +366,7 @@ def test_at_the_limits_of_the_bundle_the_remedy_is_another_export(dates: Model) 
     assert limits.rows.for_more(64) == ", or build engines for more: tfexport trt BUNDLE --max-batch 64 --force"
 
 
-def test_a_failed_step_says_why_and_its_replica_serves_nobody_else(
-    dates: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_gives_the_reason_and_retires_its_replica(dates: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
     batch, start = dates.started(session, 2)
@@ -391,7 +389,7 @@ def test_a_failed_step_says_why_and_its_replica_serves_nobody_else(
     assert cuda.is_empty
 
 
-def test_too_little_memory_is_an_error_and_leaves_nothing_behind(dates: Model) -> None:
+def test_too_little_memory_is_an_error_and_leaks_nothing(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
     for limit in (0, 10_000, 100_000):

@@ -57,7 +57,7 @@ def test_the_libraries_that_it_is_linked_to_are_enough(stub_gpu: StubGpu) -> Non
     assert opened(stub_gpu, stub_gpu.libraries) == ""
 
 
-def test_what_is_missing_is_named_with_the_places_that_were_looked_at(stub_gpu: StubGpu, tmp_path: Path) -> None:
+def test_missing_libraries_are_named_with_the_searched_places(stub_gpu: StubGpu, tmp_path: Path) -> None:
     system = copied(stub_gpu, [DRIVER], tmp_path / "system")
     missing = absent(stub_gpu, system)[0]
     others = [name for name in toolkit(stub_gpu) if name != missing]
@@ -70,7 +70,7 @@ def test_what_is_missing_is_named_with_the_places_that_were_looked_at(stub_gpu: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.28.0", "1.29.0", "1.30.0"])
-def test_older_versions_do_not_ask_for_what_they_are_not_linked_to(
+def test_older_versions_need_only_the_libraries_they_are_linked_to(
     version: str, stub_gpu_of: Callable[[str], StubGpu]
 ) -> None:
     gpu = stub_gpu_of(version)

@@ -55,7 +55,7 @@ def bundle(request: pytest.FixtureRequest) -> tuple[Precision, Path]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_but_shapes_leaves_the_gpu_and_no_count_grows(
+def test_only_shapes_leave_the_gpu_and_no_count_grows(
     variant: Variant, stub_gpu: StubGpu, bundle: tuple[Precision, Path]
 ) -> None:
     precision, path = bundle
@@ -66,7 +66,7 @@ def test_nothing_but_shapes_leaves_the_gpu_and_no_count_grows(
 
 
 @pytest.mark.slow
-def test_a_version_without_kernels_for_the_static_variant_runs_concat_and_says_so(
+def test_a_version_without_static_kernels_runs_concat_with_a_warning(
     stub_gpu_of: Callable[[str], StubGpu], dates_bundle: Path, dates_fp16: Path
 ) -> None:
     """1.26.0, which leaves Cast and Reshape of opset 24 on the CPU, and in fp32 TensorScatter too."""
