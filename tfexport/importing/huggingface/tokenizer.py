@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Inner
-from tokenizers import normalizers, processors
+from tokenizers import decoders, normalizers, processors
 
 from tfexport._io.extras import install_command
 from tfexport._io.names import CONFIG, TOKENIZER
@@ -35,12 +35,51 @@ def directory_tokenizer(directory: Path, spec: ModelSpec) -> dict[str, bytes]:
     names = tokenizer_names(directory)
     if not names:
         raise tokenizer_error(directory, f"has no tokenizer file; give a directory with {TOKENIZER}")
-    if names == (TOKENIZER,):
-        return {TOKENIZER: tokenizer_json(directory / TOKENIZER, spec)}
     for name in names:
         read_vocabulary(directory / name)  # checks its size
     with errors_as(lambda reason: tokenizer_error(directory, f"cannot be read ({reason}); save it again")):
-        return {name: inner.to_str(pretty=True).encode() for name, inner in _convert(directory, names, spec).items()}
+        if names == (TOKENIZER,):
+            raw = tokenizer_json(directory / TOKENIZER, spec)
+            inner = Inner.from_str(raw.decode("utf-8"))
+            return {TOKENIZER: _dump(inner) if _add_special(inner, directory) | _clean_up(inner, directory) else raw}
+        inners = _convert(directory, names, spec)
+        for inner in inners.values():
+            _clean_up(inner, directory)
+        return {name: _dump(inner) for name, inner in inners.items()}
+
+
+def _dump(inner: Inner) -> bytes:
+    return inner.to_str(pretty=True).encode()
+
+
+def _add_special(inner: Inner, directory: Path) -> bool:
+    """Make the special tokens of the settings special, as transformers does when it loads a tokenizer.json."""
+    settings = read_json_object(directory / _SETTINGS)
+    if "added_tokens_decoder" not in settings:
+        settings = {**settings, **read_json_object(directory / "special_tokens_map.json")}
+    values = [value for key, value in settings.items() if key.endswith("_token") and value]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key) or ()
+        values += more.values() if isinstance(more, dict) else more
+    names = [str(value["content"] if isinstance(value, dict) else value) for value in values]
+    added = {token.content for token in inner.get_added_tokens_decoder().values()}
+    new = [name for name in names if name not in added and inner.token_to_id(name) is not None]
+    inner.add_special_tokens(new)
+    return bool(new)
+
+
+def _clean_up(inner: Inner, directory: Path) -> bool:
+    """Remove spaces before punctuation from decoded texts, if the settings of transformers do."""
+    if read_json_object(directory / _SETTINGS).get("clean_up_tokenization_spaces") is not True:
+        return False
+    # Fast tokenizers leave out byte-pair encoding; those of Marian and M2M100 are slow.
+    has = {name: (directory / name).is_file() for name in (TOKENIZER, "vocab.json", "merges.txt")}
+    if type(inner.model).__name__ == "BPE" and (has[TOKENIZER] or has["merges.txt"] or not has["vocab.json"]):
+        return False
+    steps = [decoders.Replace(f" {text}", text) for text in (".", "?", "!", ",")]
+    steps += [decoders.Replace(" ' ", "'"), *(decoders.Replace(f" {t}", t) for t in ("n't", "'m", "'s", "'ve", "'re"))]
+    inner.decoder = decoders.Sequence([inner.decoder or decoders.WordPiece(cleanup=False), decoders.Fuse(), *steps])
+    return True
 
 
 def _convert(directory: Path, names: Sequence[str], spec: ModelSpec) -> dict[str, Inner]:
