@@ -53,7 +53,7 @@ def _dump(inner: Inner) -> bytes:
 
 
 def _add_special(inner: Inner, directory: Path) -> bool:
-    """Make the special tokens of the settings special, as transformers does when it loads a tokenizer.json."""
+    """Mark tokens that the settings name as special, as transformers does."""
     settings = read_json_object(directory / _SETTINGS)
     if "added_tokens_decoder" not in settings:
         settings = {**settings, **read_json_object(directory / "special_tokens_map.json")}
@@ -69,7 +69,7 @@ def _add_special(inner: Inner, directory: Path) -> bool:
 
 
 def _clean_up(inner: Inner, directory: Path) -> bool:
-    """Remove spaces before punctuation from decoded texts, if the settings of transformers do."""
+    """Remove spaces before punctuation as tokenizer_config.json states."""
     if read_json_object(directory / _SETTINGS).get("clean_up_tokenization_spaces") is not True:
         return False
     # Fast tokenizers leave out byte-pair encoding; those of Marian and M2M100 are slow.
