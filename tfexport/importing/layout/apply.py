@@ -99,7 +99,7 @@ def apply_layout(
     for keys in layout.assert_tied:
         first, *others = [key for key in keys if key in tensors] or [""]
         problems += [
-            f"{first} and {other} differ, but the layout says that they are tied"
+            f"{first} and {other} differ, but the layout ties them"
             for other in others
             if not _same(tensors[first], tensors[other])
         ]
