@@ -133,7 +133,7 @@ def check_same(
 
     missing, more = only_in(recorded, tensors), only_in(tensors, recorded)
     more = [key for key in more if tensors[key].numel() > 1]
-    problems = [f"{name} lacks {_counted(missing)} that were recorded: {_listed(missing)}"] if missing else []
+    problems = [f"{name} lacks {_counted(missing)} of the recorded model: {_listed(missing)}"] if missing else []
     problems += [f"{name} has {_counted(more)} more: {_listed(more)}"] if more else []
     problems += [
         f"{key[:120]} is {list(tensors[key].shape)}, recorded as {list(tensor.shape)}"

@@ -39,7 +39,7 @@ from tfexport.importing.huggingface.tokenizer import tokenizer_names
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
 from tfexport.importing.layout.layout import SIDES, Layout, builtin_layouts, override, render_layout
 from tfexport.importing.reference.certificate import Certificate, certify
-from tfexport.importing.reference.compare import BASELINES, compare, fitting_threads, tolerance
+from tfexport.importing.reference.compare import BASELINES, TOLERANCE, compare, fitting_threads, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
 from tfexport.importing.reference.weights import check_weights, completed, with_recorded_prefix
 from tfexport.importing.text import ImportedText, Tokenizers, import_text
@@ -135,7 +135,7 @@ def import_checkpoint(
     with fitting_threads(checkpoint.tensors.values()):
         if layout is None:
             layout = task.find_layout(Budget(config.search_budget, report, partial(on_progress, "searching")), output)
-        layout, unknown = task.settled(task.explained(layout))
+        layout, unknown = task.settled(task.explained(layout), task.settings)
         certificate = _certified(layout, proof, partial(on_progress, "certifying"))
         canonical, notes = task.apply(layout)
         own_notes, has_own_weights = task.compare_own_weights(layout, canonical)
@@ -279,23 +279,26 @@ class _Import:
     def _recorded_tokens(self) -> dict[str, Value]:
         """Return the token ids of the reference file as settings.
 
-        Raises ConfigError if other ids are given.
+        Raises ConfigError if other ids or heads are given.
         """
         recorded = self.proof.reference.known_tokens() if self.proof else {}
         layout = None if self.layout is None or self.layout.name in builtin_layouts() else self.layout
         given: dict[str, Value] = {f"tokens.{name}": value for name, value in layout.tokens.items()} if layout else {}
         given |= self.settings
+        heads = self.proof.reference.heads if self.proof and "num_heads" in self.own_settings else None
         problems = [
             f"{name} is {given[name]}, the reference outputs were recorded with {value}"
-            for name, value in recorded.items()
+            for name, value in {**recorded, **({"num_heads": heads} if heads else {})}.items()
             if isinstance(given.get(name), int) and given[name] != value
         ]
-        raise_all(ConfigError, "import", problems, remedy="correct --set, or record again with the right ids")
+        raise_all(
+            ConfigError, "import", problems, remedy="correct --set or --heads, or record again with the right values"
+        )
         return {**recorded}
 
-    def settled(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+    def settled(self, layout: Layout, settings: Mapping[str, Value]) -> tuple[Layout, tuple[str, ...]]:
         """Set switches, heads and tokens; also return what remains unverified."""
-        layout, reference = override(layout, self.settings), self.proof and self.proof.reference
+        layout, reference = override(layout, settings), self.proof and self.proof.reference
         # The head count of the reference file applies only if no setting gives one.
         if reference and reference.heads and all(layout.switch("num_heads", side) is None for side in SIDES):
             layout = override(layout, {"num_heads": reference.heads})
@@ -312,7 +315,7 @@ class _Import:
         config, proof = self.config, self.proof
         tensors = proof.wide if proof else self.checkpoint.tensors
         builtin = [one for one in builtin_layouts().values() if fits_names(one, tensors)] if config.builtin else []
-        if proof and (layout := next((one for one in builtin if self._fits(one, proof)), None)):
+        if proof and (layout := next((one for one in builtin if self._fits(one, proof, self.settings)), None)):
             self.report(f"names and numbers fit the layout {layout.name}")
             return layout
         reference = proof.reference if proof else None
@@ -325,6 +328,10 @@ class _Import:
             attributes = reference.attributes if reference else {}
             layouts = itertools.chain(builtin, drafts(tensors, reference))
             check_settings(self.settings, layouts, tensors, attributes)
+        if proof and self.own_settings and (fitting := [one.name for one in builtin if self._fits(one, proof, {})]):
+            given = ", ".join(f"{name}={value}" for name, value in self.own_settings.items())
+            problem = f"the layout {fitting[0]} reproduces the reference outputs, but not with {given}"
+            raise ConfigError(problem, subject="import", remedy="correct --set and --heads, or leave them out")
         layout, search = detect(tensors, reference, builtin, budget=budget, settings=self.settings, report=self.report)
         if search is None and not config.accept_unverified:
             raise CheckpointError(
@@ -339,9 +346,9 @@ class _Import:
             return replace(layout, baseline=max(layout.baseline, FLOAT32_TOLERANCE / BASELINES))
         return layout
 
-    def _fits(self, layout: Layout, proof: _Proof) -> bool:
+    def _fits(self, layout: Layout, proof: _Proof, settings: Mapping[str, Value]) -> bool:
         try:
-            canonical = proof.apply(self.settled(layout)[0])
+            canonical = proof.apply(self.settled(layout, settings)[0])
             return compare(canonical, proof.reference).passed(tolerance(proof.reference, layout.baseline))
         except (CheckpointError, ConfigError, ParityError):
             return False
@@ -421,4 +428,12 @@ def _certified(layout: Layout, proof: _Proof | None, on_progress: Callable[[floa
             f"{wanted:.0e}; worst in row {found.row} at position {found.position}; the difference is in the "
             f"{found.stage(wanted)}; check switches and heads, or let --layout auto search"
         )
-    return certify(canonical, proof.reference, layout.name, baseline=layout.baseline, on_progress=on_progress)
+    certificate = certify(canonical, proof.reference, layout.name, baseline=layout.baseline, on_progress=on_progress)
+    error = certificate.error or 0.0
+    problems = [
+        f"{name} is {other.value}, with {other.nearest} the error is {other.error:.1e} instead of {error:.1e}"
+        for name, other in certificate.switches.items()
+        if error > max(TOLERANCE, 10 * other.error)
+    ]
+    raise_all(ParityError, f"layout {layout.name}", problems, remedy="correct the layout, --set or --heads")
+    return certificate

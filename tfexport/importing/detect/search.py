@@ -129,7 +129,8 @@ def detect(
         # A model with the names of a known layout can have other switches: options of its code, or a fork.
         for as_written in (True, False):
             search = searcher.run(known, report, as_written=as_written)
-            if search.best is not None and (search.accepted or search.is_cut):
+            is_final = search.accepted and not (as_written and search.is_float32)  # another eps may be exact
+            if search.best is not None and (is_final or search.is_cut):
                 return Detection(search.best.layout, search)
         report("no known layout reproduces the reference outputs; matching names, indices and shapes")
     drafted = searcher.run(itertools.islice(drafts(tensors, reference), _MAX_DRAFTS), report)
@@ -280,7 +281,19 @@ class _Searcher:
                 best = refined
             if best[0].worst <= FLOAT32_TOLERANCE:
                 break
+        if best and "norm_eps" in choices and TOLERANCE < best[0].worst <= _HIT:
+            best = min(best, self._with_other_eps(whole, *best), key=lambda one: one[0].worst)
         return Candidate(with_switches(layout, {**best[1], **self.settings}), *best) if best else None
+
+    def _with_other_eps(
+        self, comparator: Comparator, comparison: Comparison, switches: Switches
+    ) -> tuple[Comparison, Switches]:
+        # The error grows in proportion to the distance from the right value, which need not be one of those tried.
+        eps = float(str(switches["norm_eps"]))
+        step = 0.1 * eps or 1e-9
+        slope = (self._compared(comparator, {**switches, "norm_eps": eps + step}).worst - comparison.worst) / step
+        guess = {**switches, "norm_eps": float(f"{max(eps - comparison.worst / slope, 0.0) if slope else eps:.1e}")}
+        return self._compared(comparator, guess), guess
 
     def _starts(
         self, comparator: Comparator, start: Switches, coarse: Mapping[str, Sequence[Value]]
