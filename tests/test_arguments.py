@@ -107,7 +107,7 @@ def test_the_table_has_every_call() -> None:
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_values_for_any_argument_are_taken_or_refused_in_one_line(model: Model, odd: str) -> None:
+def test_odd_values_for_any_argument_are_accepted_or_refused_in_one_line(model: Model, odd: str) -> None:
     for name, given in GIVEN.items():
         method = getattr(model, name)
         for parameter in inspect.signature(method).parameters.values():
@@ -164,7 +164,7 @@ def test_options_of_load_are_refused_together(dates_aligned: Path) -> None:
 # ---- iterables
 
 
-def test_ids_are_taken_once_from_whatever_has_them_in_an_order() -> None:
+def test_ids_are_read_once_from_any_sequence() -> None:
     session = ScriptedSession(12, drawn(12, eos_bias=1))
     model = Model(session, None)
     wanted = model.generate_ids([[5, 6], [7]], prefixes=[[3], []])
@@ -183,7 +183,7 @@ def test_ids_are_taken_once_from_whatever_has_them_in_an_order() -> None:
     assert list(model.stream_ids(iter([5, 6]), prefix=iter([3]))) == list(wanted[0][0].token_ids)
 
 
-def test_texts_pairs_and_prefixes_are_taken_once(model: Model) -> None:
+def test_texts_pairs_and_prefixes_are_read_once(model: Model) -> None:
     texts, targets = [TEXT, "3 May 2026"], ["1989-07-14", "2026-05-03"]
     assert model.generate(iter(texts), prefixes=iter(["19", ""])) == model.generate(texts, prefixes=["19", ""])
     assert model.generate(np.array(texts)) == model.generate(texts)
@@ -198,7 +198,7 @@ def test_texts_pairs_and_prefixes_are_taken_once(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "given", "says"),
+    ("method", "given", "problem"),
     [
         ("generate_ids", {"sources": [5, 6, 2]}, "sources is [5, 6, 2], expected a list of lists of token ids; write"),
         ("generate_ids", {"sources": np.array([[5, 6]])}, "sources is array([[5, 6]]), expected a list of lists"),
@@ -216,7 +216,7 @@ def test_texts_pairs_and_prefixes_are_taken_once(model: Model) -> None:
         ("embed", {"pooling": ["mean"]}, "pooling is ['mean'], expected one of 'mean', 'cls'"),
     ],
 )  # fmt: skip
-def test_what_is_refused_says_what_was_expected(model: Model, method: str, given: dict[str, Any], says: str) -> None:
+def test_errors_name_the_expected_type(model: Model, method: str, given: dict[str, Any], problem: str) -> None:
     with pytest.raises((InputError, ConfigError)) as refused:
         list(getattr(model, method)(**(GIVEN[method] | given)))
-    assert says in str(refused.value)
+    assert problem in str(refused.value)

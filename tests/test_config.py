@@ -51,15 +51,15 @@ class Outer(Config, subject="outer"):
     words: tuple[str, ...] = ()
 
 
-def said(data: object) -> str:
+def error_of(data: object) -> str:
     with pytest.raises(ConfigError) as caught:
         Outer.from_dict(data, subject="f.json")
     return str(caught.value)
 
 
-def test_every_problem_is_said_at_once_with_its_place() -> None:
+def test_all_problems_are_reported_at_once_with_their_place() -> None:
     data = {"first": {"size": "1", "sise": 1}, "second": {"size": 0}, "share": True, "flag": 1, "words": ["a", 2]}
-    assert said(data | {"colour": "red"}) == (
+    assert error_of(data | {"colour": "red"}) == (
         "f.json: unknown key colour; unknown key first.sise; first.size is '1', expected a whole number; "
         "second: size is 0, expected 1 or more; share is True, expected a number; "
         "flag is 1, expected true or false; words is ('a', 2), expected a list of a text"
@@ -80,20 +80,20 @@ def test_every_problem_is_said_at_once_with_its_place() -> None:
         ({"words": "ab"}, "words is 'ab', expected a list of a text"),
     ],
 )
-def test_nothing_is_taken_for_something_else(change: dict[str, Any], problem: str) -> None:
-    message = said({"first": {"size": 1}} | change)
+def test_values_are_not_coerced_to_other_types(change: dict[str, Any], problem: str) -> None:
+    message = error_of({"first": {"size": 1}} | change)
     assert message.startswith("f.json: ")
     assert problem in message
 
 
-def test_what_is_written_is_read() -> None:
+def test_what_is_written_is_read_back() -> None:
     given = Outer(first=Inner(size=2), second=None, share=1, mode="never", words=("a",))
     assert Outer.from_dict(given.to_dict()) == given
     config = tiny.config()
     assert TransformerConfig.from_dict(config.to_dict()) == config
 
 
-def test_what_is_made_in_python_is_checked_alike() -> None:
+def test_values_from_python_are_checked_the_same() -> None:
     with pytest.raises(ConfigError, match="inner: size is True, expected a whole number"):
         Inner(size=True)
     with pytest.raises(ConfigError, match="outer: first is 1, expected an object; flag is 0, expected true or false"):

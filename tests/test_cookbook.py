@@ -39,7 +39,7 @@ STORIES = stories()
 
 @contextmanager
 def in_another_terminal(command: str, place: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Run a server until the end of the story; go on when it says that it is ready."""
+    """Run a server until the end of the recipe; continue when it is ready."""
     with subprocess.Popen(
         ["bash", "-c", f"exec env {command}"],
         cwd=place,
@@ -50,13 +50,13 @@ def in_another_terminal(command: str, place: Path, environment: dict[str, str]) 
     ) as process:
         try:
             assert process.stdout is not None
-            said = []
+            output = []
             for line in process.stdout:
-                said.append(line)
+                output.append(line)
                 if IS_UP.search(line):
                     break
             else:
-                pytest.fail(f"{command} ended:\n{''.join(said)}")
+                pytest.fail(f"{command} ended:\n{''.join(output)}")
             yield
         finally:
             process.terminate()
@@ -65,13 +65,13 @@ def in_another_terminal(command: str, place: Path, environment: dict[str, str]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
-def test_a_story_goes_as_it_is_told(name: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_as_written(name: str, tmp_path: Path) -> None:
     for folder in ("docs", "models", "scripts"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    # A path that is relative would mean another one in the story's own folder.
+    # A path that is relative would mean another one in the folder of the recipe.
     paths = os.pathsep.join(str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep))
     environment = {
         **os.environ,

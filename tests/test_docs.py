@@ -104,7 +104,7 @@ FIRST = ("README.md", "alignment.md", "quantization.md")  # these make the bundl
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=[block.name for block in PROGRAMS])
-def test_every_program_runs_and_prints_what_it_says(block: Block, workplace: Path) -> None:
+def test_every_program_prints_the_shown_output(block: Block, workplace: Path) -> None:
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore", ResourceWarning)  # as Python does outside of tests
@@ -183,7 +183,7 @@ POINTS = table(ROOT / "docs" / "explanation" / "security.md", "point")
 
 
 @pytest.mark.parametrize("row", POINTS, ids=[row[0].split()[0] for row in POINTS])
-def test_every_point_names_tests_that_there_are(row: list[str]) -> None:
+def test_every_point_names_existing_tests(row: list[str]) -> None:
     named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row[2])
     assert named
     for file, name in named:
@@ -194,7 +194,7 @@ def test_every_point_names_tests_that_there_are(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", ALL, ids=[block.name for block in ALL])
-def test_every_block_runs_or_says_why_it_does_not(block: Block) -> None:
+def test_every_block_runs_or_states_why_not(block: Block) -> None:
     if block.mark:
         kind, what = block.mark
         if kind == "needs":
@@ -233,7 +233,7 @@ def run(words: list[str], shown: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({block.name.partition(":")[0] for block in TERMINALS}))
-def test_a_terminal_prints_what_is_shown(name: str, workplace: Path) -> None:
+def test_a_terminal_block_prints_the_shown_output(name: str, workplace: Path) -> None:
     """Run the fast commands of a page from top to bottom."""
     for block in TERMINALS:
         if block.name.startswith(f"{name}:"):
@@ -244,7 +244,7 @@ def test_a_terminal_prints_what_is_shown(name: str, workplace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_terminals_print_what_is_shown(workplace: Path) -> None:
+def test_all_terminal_blocks_print_the_shown_output(workplace: Path) -> None:
     """Run all commands of all pages in one directory; exports replace the prepared bundles."""
     for block in sorted(TERMINALS, key=lambda block: not block.name.startswith(FIRST)):
         for line, shown in sessions(block):

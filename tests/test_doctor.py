@@ -91,7 +91,7 @@ def test_a_module_without_its_native_library_is_found(tmp_path: Path) -> None:
     assert f"→ {repair}" in whats(found)
 
 
-def test_a_library_that_fails_or_crashes_is_told_and_nothing_works(tmp_path: Path) -> None:
+def test_a_library_that_fails_or_crashes_is_reported(tmp_path: Path) -> None:
     (tmp_path / "tensorrt").mkdir()
     broken = {"onnxruntime": "raise ImportError('libcudart.so.13: cannot open')"}
     found = in_environment(tmp_path, torch="import os; os.kill(os.getpid(), 11)", **broken)
@@ -124,7 +124,7 @@ class InferenceSession:
     )
 
 
-def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_probe_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(registry, "backends", lambda: (registry.get("ort"),))
     monkeypatch.setattr(doctor, "find_gpus", lambda: ([], "none"))
@@ -132,7 +132,7 @@ def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert diagnose().backends == (Backend("ort", "cpu", "no answer within 0.5 s", "onnxruntime"),)
 
 
-def test_tensorrt_is_a_backend_that_works_or_says_why(here: Diagnosis) -> None:
+def test_tensorrt_works_or_reports_why_not(here: Diagnosis) -> None:
     pytest.importorskip("tensorrt_rtx")
     (trt,) = (backend for backend in here.backends if backend.library == "tensorrt-rtx")
     assert (trt.name, trt.device) == ("trt", "gpu")

@@ -97,7 +97,7 @@ HUGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_of_a_huge_value_only_the_beginning_is_looked_at(name: str) -> None:
+def test_only_the_beginning_of_a_huge_value_is_read(name: str) -> None:
     value = HUGE[name]
     tracemalloc.start()
     try:

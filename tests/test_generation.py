@@ -66,7 +66,7 @@ def overridden(defaults: dict[str, Any], **options: Any) -> DecodeConfig:
         ({"forced_bos_token_id": 3, "bad_words_ids": [[4]]}, {"forced_bos_token_id": None, "bad_words_ids": []}, {}),
     ],
 )
-def test_what_is_given_goes_before_the_defaults(defaults: Any, options: Any, expected: Any) -> None:
+def test_given_options_override_the_defaults(defaults: Any, options: Any, expected: Any) -> None:
     assert overridden(defaults, **options) == DecodeConfig(**expected)
 
 
@@ -145,13 +145,13 @@ def test_defaults_and_options_give_the_results_of_transformers(
     assert [list(best.token_ids) for (best,) in model.generate_ids(SOURCES, **options)] == expected
 
 
-def test_a_configuration_takes_the_place_of_all_defaults(model: Model) -> None:
+def test_a_configuration_replaces_all_defaults(model: Model) -> None:
     assert model.decoding(DecodeConfig(max_new_tokens=3)) == DecodeConfig(max_new_tokens=3)
     assert model.decoding(DecodeConfig(max_new_tokens=3), num_beams=2) == DecodeConfig(max_new_tokens=3, num_beams=2)
     assert model.decoding().num_beams == 3
 
 
-def test_inspect_shows_them(folder: Path) -> None:
+def test_inspect_shows_the_defaults(folder: Path) -> None:
     for name in ("model", "bundle"):
         shown = run("inspect", folder / name).stdout
         assert "Generation defaults" in shown
@@ -173,7 +173,7 @@ def test_on_the_command_line(dates_bundle: Path, tmp_path: Path) -> None:
         dates_bundle, tmp_path / "bundle", '{"num_beams": 3, "num_return_sequences": 2, "max_length": 6}'
     )
 
-    def says(*options: str) -> list[str]:
+    def output_of(*options: str) -> list[str]:
         done = run("generate", bundle, TEXT, *options)
         assert done.exit_code == 0, done.output
         return done.stdout.splitlines()
@@ -181,15 +181,15 @@ def test_on_the_command_line(dates_bundle: Path, tmp_path: Path) -> None:
     with tfexport.load(bundle, threads=1) as model:
         two = [result.text for result in model.generate([TEXT])]
     assert len(two[0]) == 5
-    assert [line.split("\t")[2] for line in says()] == two
-    assert says("--num-return-sequences", "1") == two[:1]
-    assert says("--num-return-sequences", "1", "--max-length", "none", "--num-beams", "1") == ["1989-07-14"]
-    assert says("--num-return-sequences", "1", "--max-new-tokens", "3") == ["198"]
+    assert [line.split("\t")[2] for line in output_of()] == two
+    assert output_of("--num-return-sequences", "1") == two[:1]
+    assert output_of("--num-return-sequences", "1", "--max-length", "none", "--num-beams", "1") == ["1989-07-14"]
+    assert output_of("--num-return-sequences", "1", "--max-new-tokens", "3") == ["198"]
     one = ("--num-return-sequences", "1", "--max-new-tokens", "9")
-    assert says(*one, "--stop-strings", "x", "--stop-strings", "9-") == ["1989-"]
+    assert output_of(*one, "--stop-strings", "x", "--stop-strings", "9-") == ["1989-"]
 
 
-def test_lists_are_taken_back_on_the_command_line(dates_bundle: Path, tmp_path: Path) -> None:
+def test_lists_can_be_reset_on_the_command_line(dates_bundle: Path, tmp_path: Path) -> None:
     defaults = {"stop_strings": ["-"], "bad_words_ids": [[VOCAB["9"]]], "suppress_tokens": [VOCAB["8"]]}
     bundle = with_defaults(dates_bundle, tmp_path / "bundle", json.dumps(defaults))
     texts = [
@@ -201,7 +201,7 @@ def test_lists_are_taken_back_on_the_command_line(dates_bundle: Path, tmp_path: 
     assert texts[1] == "1989-07-14"
 
 
-def test_a_stream_begins_from_the_defaults(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_stream_uses_the_defaults(dates_bundle: Path, tmp_path: Path) -> None:
     bundle = with_defaults(dates_bundle, tmp_path / "bundle", '{"max_length": 6, "num_beams": 2, "stop_strings": "-"}')
     with tfexport.load(bundle, threads=1) as model:
         assert "".join(model.stream(TEXT, num_beams=1)) == "1989-"
@@ -226,7 +226,7 @@ def test_a_model_directory_is_read_strictly(defaults: str, message: str, tmp_pat
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_limit_that_the_bundle_does_not_reach_is_lowered(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_limit_above_that_of_the_bundle_is_lowered(dates_bundle: Path, tmp_path: Path) -> None:
     bundle = with_defaults(dates_bundle, tmp_path / "bundle", '{"max_new_tokens": 10000}')
     with tfexport.load(bundle, threads=1) as model:
         assert model.generate([TEXT])[0].text == "1989-07-14"

@@ -49,7 +49,7 @@ def test_a_deployment_machine_needs_neither_torch_nor_onnx() -> None:
     assert not loaded & {"torch", "onnx", "onnx_ir", "onnxscript", "safetensors"}
 
 
-def test_a_first_text_loads_only_what_it_needs(random_bundle: Path) -> None:
+def test_a_first_text_loads_only_needed_modules(random_bundle: Path) -> None:
     load = f"tfexport.load({str(random_bundle)!r}, backend='ort', threads=1)"
     loaded = loaded_by(f"import tfexport; {load}.generate_ids([[4, 5, 6]], max_new_tokens=2)")
     packages = {"bulk", "export", "importing", "runtime.eager", "serve", "tensorrt", "verify"}

@@ -30,17 +30,17 @@ def test_a_model_has_the_manifest_of_its_bundle(model: Model, dates_bundle: Path
     assert Model(model.session, model.tokenizer).manifest is None
 
 
-def test_loading_tells_the_log_and_configures_none(dates_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_logs_and_does_not_configure_logging(dates_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "tfexport"), tfexport.load(dates_bundle, threads=3):
         pass
     (record,) = [record for record in caplog.records if record.name == "tfexport.model.load"]
-    said = f"{dates_bundle}: loaded on ort, cpu with 3 threads for the encoder, 3 for a step"
-    assert (record.levelname, record.getMessage()) == ("INFO", said)
+    message = f"{dates_bundle}: loaded on ort, cpu with 3 threads for the encoder, 3 for a step"
+    assert (record.levelname, record.getMessage()) == ("INFO", message)
     assert logging.getLogger("tfexport").handlers == []
     assert logging.getLogger("tfexport").level == logging.NOTSET
 
 
-def test_a_configuration_does_what_its_fields_do(model: Model) -> None:
+def test_a_configuration_equals_its_fields_as_options(model: Model) -> None:
     config = DecodeConfig(num_beams=3, num_return_sequences=2)
     expected = model.generate([TEXT], num_beams=3, num_return_sequences=2)
     assert model.generate([TEXT], config=config) == expected
@@ -49,7 +49,7 @@ def test_a_configuration_does_what_its_fields_do(model: Model) -> None:
     assert [best.token_ids for best in hypotheses] == [result.token_ids for result in expected]
 
 
-def test_what_is_given_beside_a_configuration_overrides_it(model: Model) -> None:
+def test_options_override_a_configuration(model: Model) -> None:
     config = DecodeConfig(max_new_tokens=2, suppress_tokens=(7,))
     assert len(model.generate([TEXT], config=config)[0].token_ids) == 2
     assert len(model.generate([TEXT], config=config, max_new_tokens=3)[0].token_ids) == 3
@@ -63,7 +63,7 @@ def test_a_configuration_excuses_no_unknown_or_contradictory_option(model: Model
         model.generate([TEXT], config=DecodeConfig(num_beams=2, num_return_sequences=2), num_beams=1)
 
 
-def test_ids_come_as_generate_ids_gives_them(model: Model) -> None:
+def test_ids_equal_those_of_generate_ids(model: Model) -> None:
     assert model.tokenizer is not None
     (source,) = model.tokenizer.encode([TEXT])
     prefix = model.tokenizer.encode_target("19")
@@ -77,7 +77,7 @@ def test_ids_come_as_generate_ids_gives_them(model: Model) -> None:
         bare.stream_ids(source, num_beams=2)
 
 
-def test_a_stream_says_where_its_beams_come_from(model: Model) -> None:
+def test_a_stream_reports_the_parents_of_its_beams(model: Model) -> None:
     own = Model(model.session, model.tokenizer, GenerationDefaults(num_beams=3))
     wanted = r"num_beams is 3 \(the model's default\), expected 1 for a stream; set it to 1"
     for begin in (lambda **options: own.stream(TEXT, **options), lambda **options: own.stream_ids([5, 6], **options)):
@@ -90,7 +90,7 @@ def test_a_stream_says_where_its_beams_come_from(model: Model) -> None:
     assert "".join(own.stream(TEXT, num_beams=1)) == "1989-07-14"
 
 
-def test_a_bias_leaves_what_every_target_begins_with(model: Model) -> None:
+def test_a_bias_does_not_affect_the_target_prefix(model: Model) -> None:
     assert model.tokenizer is not None
     first = tuple(model.tokenizer.encode_target("3"))
     tokenizer = copy.copy(model.tokenizer)
@@ -130,7 +130,7 @@ def test_stop_strings_of_ids_and_in_a_prefix(model: Model) -> None:
     assert "".join(model.stream(TEXT, prefix="1989-", stop_strings=["-", "07"])) == "1989-07"
 
 
-def test_targets_are_scored_behind_what_every_target_begins_with(model: Model) -> None:
+def test_targets_are_scored_after_the_target_prefix(model: Model) -> None:
     assert model.tokenizer is not None
     source, target = "le 14 juillet 1989", "1989-07-14"
     (whole,) = model.score([source], [target])
@@ -147,7 +147,7 @@ def test_targets_are_scored_behind_what_every_target_begins_with(model: Model) -
     assert started.score([source], [target]) != [whole]
 
 
-def test_some_texts_of_a_longer_call_are_drawn_as_in_it(model: Model) -> None:
+def test_samples_of_some_texts_equal_those_of_the_whole_call(model: Model) -> None:
     texts = [TEXT, "1.1.2000", "3 Mar 2026", "31.12.1999"]
     options = {"do_sample": True, "temperature": 5.0, "num_return_sequences": 2}
     every = model.generate(texts, **options)

@@ -21,7 +21,7 @@ LOCKED = ("export", "cpu", "serve", "rtx", "dev")
 TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
 
 
-def test_the_lock_has_what_is_declared_as_it_is_pinned_with_the_sums_of_its_files() -> None:
+def test_the_lock_has_every_pinned_package_with_checksums() -> None:
     text = (ROOT / "constraints.lock").read_text().replace("\\\n", "")
     locked = [line.lower() for line in text.splitlines() if not line.startswith("#")]
     assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", line) for line in locked)
@@ -66,7 +66,7 @@ def deployed(once: Callable[[str, Callable[[Path], object]], Path], wheel: Path)
     return once("deployed", make) / "bin"
 
 
-def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_only_the_code(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         licensed = any(name.endswith("licenses/LICENSE") for name in archive.namelist())
@@ -107,7 +107,7 @@ def test_a_bundle_generates_without_torch_and_onnx(deployed: Path, dates_bundle:
         (["verify", "{bundle}"], "torch, which is not installed"),
     ],
 )
-def test_what_needs_the_export_extra_says_so(
+def test_commands_that_need_the_export_extra_name_it(
     deployed: Path, dates_bundle: Path, tmp_path: Path, arguments: list[str], needs: str
 ) -> None:
     command = [argument.format(tmp=tmp_path, bundle=dates_bundle) for argument in arguments]

@@ -53,7 +53,7 @@ def test_every_page_is_built(site: Path) -> None:
         assert html.is_file(), html
 
 
-def test_nothing_comes_from_elsewhere_and_code_is_shown_as_code(site: Path) -> None:
+def test_pages_load_nothing_external_and_show_code_as_code(site: Path) -> None:
     """No font, script, style or picture of another machine; no fence or mark that the site does not understand."""
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")

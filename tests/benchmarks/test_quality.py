@@ -25,9 +25,9 @@ def test_every_phrase_exists_in_every_language() -> None:
     rng = np.random.default_rng(0)
     assert set(KINDS) == set(PHRASES)
     for phrase in (draw_phrase(rng) for _ in range(20)):
-        said = {write(phrase, language, wording=wording) for language in LANGUAGES for wording in (0, 1)}
-        assert len(said) == 2 * len(LANGUAGES), "no two languages or wordings say the same"
-        assert not any("{" in text or "duration-" in text for text in said)
+        texts = {write(phrase, language, wording=wording) for language in LANGUAGES for wording in (0, 1)}
+        assert len(texts) == 2 * len(LANGUAGES), "no two languages or wordings say the same"
+        assert not any("{" in text or "duration-" in text for text in texts)
 
 
 def test_held_out_phrases_are_in_no_training_pair() -> None:

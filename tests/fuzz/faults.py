@@ -71,14 +71,14 @@ def content(folder: Path) -> Content:
 
 def run(command: Callable[[Path], None], folder: Path, at: int = 0, action: str = "") -> tuple[int, str, int]:
     """Run in a fork; return the exit code, the last line of stderr, and the number of calls."""
-    said, calls = folder.with_name("said"), folder.with_name("calls")
+    output, calls = folder.with_name("said"), folder.with_name("calls")
     calls.write_text("")
     if child := os.fork():
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        lines = said.read_text().splitlines() or [""]
+        lines = output.read_text().splitlines() or [""]
         return status, lines[-1], calls.stat().st_size
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     counter, inside = os.open(calls, os.O_WRONLY), f"{folder}/"
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -118,8 +118,8 @@ def main(name: str, home: Path, step: int, actions: list[str]) -> dict[str, Any]
         shutil.copytree(home, folder)
 
     fresh()
-    status, said, calls = run(command, folder)
-    assert status == 0, said
+    status, output, calls = run(command, folder)
+    assert status == 0, output
     old, new, old_target, new_target = content(home), content(folder), read(home), read(folder)
     others = {path: digest for path, digest in old.items() if path != target and not path.startswith(f"{target}/")}
     assert old_target != new_target
@@ -127,21 +127,21 @@ def main(name: str, home: Path, step: int, actions: list[str]) -> dict[str, Any]
     for number in range(1, calls + 1, step):
         action = actions[number % len(actions)]
         fresh()
-        status, said, _ = run(command, folder, number, action)
+        status, output, _ = run(command, folder, number, action)
         left = content(folder)
         try:
             found = read(folder)
             assert found in (old_target, new_target), "incomplete"
             assert others.items() <= left.items(), "other files are lost"
-            assert "Traceback" not in said, said
+            assert "Traceback" not in output, output
             assert status in ((EXIT[action], 0) if action in EXIT else (0, 1)), f"exit code {status}"
             if action not in EXIT:
                 assert (status == 0) == (found == new_target), f"exit code {status}, and that is not there"
             elif action != "SIGKILL":
                 assert left in (old, new), "there is litter"
-                assert not said or ("is complete" in said) == (found == new_target), said
-            status, said, _ = run(command, folder)
-            assert (status, content(folder)) == (0, new), f"the next run fails or leaves litter: {said}"
+                assert not output or ("is complete" in output) == (found == new_target), output
+            status, output, _ = run(command, folder)
+            assert (status, content(folder)) == (0, new), f"the next run fails or leaves litter: {output}"
         except (AssertionError, TfexportError, OSError) as error:
             wrong.append(f"{action} at call {number}: {error!r}")
     return {"calls": calls, "wrong": wrong}

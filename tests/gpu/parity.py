@@ -52,10 +52,10 @@ def library_takes(plan: bytes) -> str:
     log = library.listen()
     runtime = library.runtime(log)
     validity, diagnostics = runtime.get_engine_validity(plan)
-    said = f"{library.version}: validity {validity}, diagnostics {diagnostics}"
+    output = f"{library.version}: validity {validity}, diagnostics {diagnostics}"
     if runtime.deserialize_cuda_engine(plan) is None:
-        raise EngineError(f"{said}; {' | '.join(log.lines()) or 'nothing in the log'}")
-    return said
+        raise EngineError(f"{output}; {' | '.join(log.lines()) or 'nothing in the log'}")
+    return output
 
 
 def dates(job: Job, target: Target) -> None:

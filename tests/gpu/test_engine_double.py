@@ -151,11 +151,11 @@ def failed_capture(dates: PlacedModel) -> None:
     graphs = dates.trt()
     for options in ({}, {"num_beams": 3}):
         expected, session = dates.tokens(graphs, **options), dates.trt(kind=dates.place.uncapturable)
-        with warnings_of("tfexport") as said:
+        with warnings_of("tfexport") as warnings:
             for _ in range(2):
                 assert dates.tokens(session, **options) == expected
-        assert len(said) == 1, said
-        assert "without CUDA graphs" in said[0]
+        assert len(warnings) == 1, warnings
+        assert "without CUDA graphs" in warnings[0]
         assert session.cuda.counts["launch"] == 0
         session.close()
         assert session.cuda.is_empty
@@ -221,12 +221,12 @@ CHECKS: dict[str, Callable[[PlacedModel], None]] = {
 
 @contextmanager
 def warnings_of(name: str) -> Iterator[list[str]]:
-    said: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(name).addHandler(handler)
     try:
-        yield said
+        yield warnings
     finally:
         logging.getLogger(name).removeHandler(handler)
 

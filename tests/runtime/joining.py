@@ -65,7 +65,7 @@ def differing(left: dict[int, Outcome], right: dict[int, Outcome]) -> list[int]:
     """Return the texts whose hypotheses have other ids, or other ends."""
     assert left.keys() == right.keys()
 
-    def said(outcome: Outcome) -> object:
+    def result_of(outcome: Outcome) -> object:
         return [(best.token_ids, best.finish_reason) for best in outcome] if isinstance(outcome, list) else str(outcome)
 
-    return [text for text in left if said(left[text]) != said(right[text])]
+    return [text for text in left if result_of(left[text]) != result_of(right[text])]

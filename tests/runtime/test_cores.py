@@ -27,8 +27,8 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def siblings(root: Path, cpu: int, said: str) -> None:
-    write(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{said}\n")
+def siblings(root: Path, cpu: int, content: str) -> None:
+    write(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{content}\n")
 
 
 def test_every_cpu_that_the_process_may_use_counts(root: Path) -> None:
@@ -45,11 +45,11 @@ def test_hyperthreads_of_a_core_count_once(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "cores"),
+    ("quota", "cores"),
     [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1), ("190000 100000", 1), ("", None)],
 )
-def test_a_quota_is_a_limit_rounded_down(root: Path, said: str, cores: int | None) -> None:
-    write(root / "sys/fs/cgroup/cpu.max", said + "\n")
+def test_a_quota_is_a_limit_rounded_down(root: Path, quota: str, cores: int | None) -> None:
+    write(root / "sys/fs/cgroup/cpu.max", quota + "\n")
     assert available_cores(root) == (cores or len(ALLOWED))
 
 

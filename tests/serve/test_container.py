@@ -76,7 +76,7 @@ def image() -> Iterator[Image]:
         buildah("rm", container)
 
 
-def test_there_is_no_pytorch_and_nobody_runs_it(image: Image) -> None:
+def test_the_image_has_no_pytorch_and_runs_without_root(image: Image) -> None:
     (packages,) = image.root.glob("opt/tfexport/lib/python3*/site-packages")
     installed = {path.name for path in packages.iterdir()}
     assert "onnxruntime" in installed
@@ -84,7 +84,7 @@ def test_there_is_no_pytorch_and_nobody_runs_it(image: Image) -> None:
     assert image.config["User"] == "65534:65534"
 
 
-def test_it_starts_answers_and_drains(image: Image, dates_bundle: Path, tmp_path: Path) -> None:
+def test_the_container_starts_answers_and_drains(image: Image, dates_bundle: Path, tmp_path: Path) -> None:
     program = [*image.config["Entrypoint"], "model=/mnt/bundle", "--port", "0", "--shutdown-timeout", "30"]
     start = time.monotonic()
     with subprocess.Popen(

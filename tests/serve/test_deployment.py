@@ -73,7 +73,7 @@ EXPRESSIONS = [
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_expressions_name_metrics_and_outcomes_that_there_are(expression: str) -> None:
+def test_expressions_use_existing_metrics_and_outcomes(expression: str) -> None:
     recorded = {rule["record"] for rule in ALERTS if "record" in rule}
     for name in re.findall(r"[\w:]*tfexport_[\w:]+", expression):
         assert name in (recorded if ":" in name else exposed())
@@ -81,13 +81,13 @@ def test_expressions_name_metrics_and_outcomes_that_there_are(expression: str) -
         assert set(listed.split("|")) <= set(get_args(Outcome))
 
 
-def test_every_outcome_that_the_server_is_to_blame_for_counts() -> None:
+def test_every_server_error_counts() -> None:
     (ratio,) = (rule["expr"] for rule in ALERTS if rule.get("record") == "model_outcome:tfexport_requests:ratio")
     blamed, of_clients = (set(found.split("|")) for found in re.findall(r'~"([^"]+)"', ratio))
     assert blamed | of_clients | {"ok"} == set(get_args(Outcome))
 
 
-def test_every_alert_is_tested_and_says_what_to_do() -> None:
+def test_every_alert_is_tested_and_names_the_remedy() -> None:
     tests = yaml.safe_load((FILES / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
     alerts = {rule["alert"]: rule for rule in ALERTS if "alert" in rule}
     for name, rule in alerts.items():
@@ -256,5 +256,5 @@ def test_everything_is_counted(metrics: Metrics) -> None:
     assert total("slots_used") == total("requests_running") == total("requests_waiting") == 0
 
 
-def test_promtool_finds_nothing_to_say(metrics: Metrics) -> None:
+def test_promtool_finds_no_problem(metrics: Metrics) -> None:
     assert tool("promtool", "check", "metrics", directory=FILES, stdin=metrics.expose("")[0].decode()) == ""

@@ -25,7 +25,7 @@ from tfexport.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
-async def test_rows_that_compute_no_numbers_fail_alone(
+async def test_rows_with_nan_fail_without_the_others(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison = 7  # whose rows read it compute nothing
@@ -63,7 +63,7 @@ async def test_rows_that_compute_no_numbers_fail_alone(
 
 @pytest.mark.parametrize("name", ["add", "step", "remove", "reorder"])
 @pytest.mark.parametrize("error", [BackendError("out of memory"), MemoryError("out of memory")])
-async def test_a_backend_that_fails_is_told_to_everybody(
+async def test_a_backend_failure_reaches_every_request(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
 ) -> None:
     def broken(*_: object) -> None:
@@ -88,7 +88,7 @@ async def test_a_backend_that_fails_is_told_to_everybody(
     assert sum(observer.counts.values()) == 9
 
 
-async def test_whoever_left_the_queue_hears_of_a_failure_too(
+async def test_requests_between_queue_and_batch_receive_a_failure(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -106,7 +106,7 @@ async def test_whoever_left_the_queue_hears_of_a_failure_too(
         assert all(isinstance(one, EngineFailed) for one in found)
 
 
-async def test_a_tokenizer_that_fails_ends_its_own_request_alone(
+async def test_a_tokenizer_failure_ends_only_its_request(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, failing = Tokenizer.decode, model.generate([texts[0]])[0].token_ids
@@ -146,7 +146,7 @@ async def test_a_tokenizer_that_fails_ends_its_own_request_alone(
         {"prefix": "", "forced_bos_token_id": 20, "max_new_tokens": 1},
     ],
 )
-async def test_a_tokenizer_that_fails_at_stop_strings_ends_its_own_request_alone(
+async def test_a_tokenizer_failure_at_stop_strings_ends_only_its_request(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     assert model.tokenizer
@@ -173,7 +173,7 @@ async def test_a_tokenizer_that_fails_at_stop_strings_ends_its_own_request_alone
     assert observer.counts == {"error": 1, "ok": len(asked)}
 
 
-async def test_an_observer_that_fails_disturbs_nobody(
+async def test_an_observer_failure_does_not_affect_requests(
     dates_bundle: Path, model: Model, texts: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Raising(Observer):
@@ -190,7 +190,7 @@ async def test_an_observer_that_fails_disturbs_nobody(
     assert "the observer failed" in caplog.text
 
 
-def test_an_event_loop_that_is_closed_hears_nothing(random_bundle: Path) -> None:
+def test_a_closed_event_loop_receives_nothing(random_bundle: Path) -> None:
     async def start() -> tuple[Engine, list[Any]]:
         engine = await Engine(random_bundle, ServingConfig(slots=1), threads=1).start()
         return engine, [engine.submit_ids([5, 6]) for _ in range(50)]
@@ -202,7 +202,7 @@ def test_an_event_loop_that_is_closed_hears_nothing(random_bundle: Path) -> None
     assert not all(generation.is_done for generation in asked)
 
 
-def test_an_engine_that_nobody_holds_ends_its_thread(random_bundle: Path) -> None:
+def test_an_unreferenced_engine_ends_its_thread(random_bundle: Path) -> None:
     async def start() -> None:
         engine = await Engine(random_bundle, threads=1).start()
         engine.submit_ids([5, 6])
@@ -241,7 +241,7 @@ NONSENSE: tuple[tuple[str, dict[str, Any], type[TfexportError], str], ...] = (
 )
 
 
-async def test_nonsense_is_refused_in_one_line_and_counted_as_invalid(dates_bundle: Path, texts: list[str]) -> None:
+async def test_invalid_requests_are_one_line_and_counted(dates_bundle: Path, texts: list[str]) -> None:
     observer = Outcomes()
     async with serving(dates_bundle, observer) as engine:
         for kind, given, error, says in NONSENSE:
@@ -256,7 +256,7 @@ async def test_nonsense_is_refused_in_one_line_and_counted_as_invalid(dates_bund
     assert observer.counts == {"invalid": len(NONSENSE), "ok": 1}
 
 
-async def test_an_engine_is_asked_on_its_own_event_loop(dates_bundle: Path, texts: list[str]) -> None:
+async def test_an_engine_accepts_calls_only_on_its_event_loop(dates_bundle: Path, texts: list[str]) -> None:
     async with serving(dates_bundle) as engine:
 
         async def ask() -> None:

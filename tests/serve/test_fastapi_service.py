@@ -62,14 +62,14 @@ def count(client: httpx.Client, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_it_answers(client: httpx.Client) -> None:
+def test_the_service_answers(client: httpx.Client) -> None:
     answer = client.post("/read", json={"text": TEXT, "num_beams": 4})
     assert (answer.status_code, answer.json()) == (200, ["2026-03-03"])
     asked = {"text_input": TEXT}
     assert client.post("/tfexport/v2/models/dates/generate", json=asked).json()["text_output"] == "2026-03-03"
 
 
-def test_it_streams(client: httpx.Client) -> None:
+def test_the_service_streams(client: httpx.Client) -> None:
     with client.stream("POST", "/stream", json={"text": TEXT}) as answer:
         pieces = [json.loads(line.removeprefix("data: "))["piece"] for line in answer.iter_lines() if line]
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -85,12 +85,12 @@ def test_it_streams(client: httpx.Client) -> None:
         ("/stream", {"num_beams": 2}, 400),
     ],
 )
-def test_it_says_what_is_wrong(client: httpx.Client, path: str, options: dict[str, float], status: int) -> None:
+def test_the_service_reports_errors(client: httpx.Client, path: str, options: dict[str, float], status: int) -> None:
     assert client.post(path, json={"text": TEXT, **options}).status_code == status
 
 
 @pytest.mark.parametrize("path", ["/read", "/stream"])
-def test_who_goes_away_frees_the_slots(client: httpx.Client, path: str) -> None:
+def test_a_client_that_disconnects_frees_its_slots(client: httpx.Client, path: str) -> None:
     cancelled = r'requests_total\{.*outcome="cancelled"\}'
     before = count(client, cancelled)
     body = json.dumps({"text": TEXT}).encode()

@@ -84,7 +84,7 @@ def test_an_answer_comes_token_by_token(page: Page) -> None:
     assert page.locator("#answer").get_attribute("aria-busy") == "false"
 
 
-def test_what_is_cancelled_ends_and_the_next_is_answered(page: Page, server: Running) -> None:
+def test_a_cancelled_request_ends_and_the_next_is_answered(page: Page, server: Running) -> None:
     cancelled = 'tfexport_requests_total{finish_reason="",model="aligned",outcome="cancelled"}'
     before = server.metric(re.escape(cancelled))
     for number, cancel in enumerate((lambda: page.click("#cancel"), lambda: page.keyboard.press("Escape")), 1):
@@ -132,7 +132,7 @@ def test_a_sample_is_that_of_its_seed(page: Page, dates_bundle: Path) -> None:
     said(page, expected.text)
 
 
-def test_what_the_server_refuses_is_said_and_nothing_in_it_is_markup(page: Page) -> None:
+def test_refusals_are_shown_as_plain_text(page: Page) -> None:
     hostile = "<img src=x onerror=alert(1)>"
     page.get_by_text("Sampling", exact=True).click()
     page.fill("[name=temperature]", hostile)
@@ -149,7 +149,7 @@ def test_what_the_server_refuses_is_said_and_nothing_in_it_is_markup(page: Page)
     assert page.locator("#error").is_hidden()
 
 
-def test_hostile_text_stays_text_and_cannot_be_unseen(page: Page) -> None:
+def test_hostile_text_is_shown_as_visible_text(page: Page) -> None:
     text = "<b>1</b>'; \u202e" + "9" * 30
     page.set_viewport_size({"width": 390, "height": 800})
     page.fill("#text", text)
@@ -171,7 +171,7 @@ def test_hostile_text_stays_text_and_cannot_be_unseen(page: Page) -> None:
     assert page.locator("main b:not(.tokens b), main img").count() == 0
 
 
-def test_the_alignment_is_a_picture_where_the_bundle_has_one(page: Page) -> None:
+def test_the_alignment_is_drawn_if_the_bundle_has_one(page: Page) -> None:
     page.click("#tab-alignment")
     page.fill("#text", TEXT)
     page.click("#generate")
@@ -187,7 +187,7 @@ def test_the_alignment_is_a_picture_where_the_bundle_has_one(page: Page) -> None
     said(page, re.compile("exported without alignment"), "#panel-alignment")
 
 
-def test_the_command_is_the_request(page: Page) -> None:
+def test_the_shown_command_equals_the_request(page: Page) -> None:
     page.fill("#text", TEXT)
     page.get_by_text("Beam search", exact=True).click()
     page.click("#tab-curl")
@@ -216,7 +216,7 @@ def test_the_keyboard_reaches_the_tabs(page: Page) -> None:
     assert page.evaluate("() => document.activeElement.id") == "tab-curl"
 
 
-def test_a_server_that_asks_for_a_token_gets_it_and_is_seen_to_stop(
+def test_the_page_sends_the_token_and_shows_when_the_server_stops(
     browser: Browser, dates_bundle: Path, tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens"

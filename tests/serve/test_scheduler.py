@@ -113,7 +113,7 @@ def test_a_source_above_the_budget_is_encoded_alone() -> None:
     assert len(bench.done) == 5
 
 
-def test_batches_that_nobody_may_join_take_no_more_than_the_slots() -> None:
+def test_closed_batches_have_at_most_as_many_rows_as_slots() -> None:
     bench = Bench(slots=4, can_join=False)
     for number in range(4):  # forced tokens make prompts unequal: two batches, one after the other
         bench.put(number, max_new_tokens=5, forced_bos_token_id=7 if number % 2 else None)
@@ -140,7 +140,7 @@ def test_no_more_rows_are_decoded_than_there_are_slots() -> None:
     assert len(bench.done) == 30
 
 
-def test_free_slots_wait_for_company_for_some_steps_at_most() -> None:
+def test_free_slots_wait_a_limited_number_of_steps() -> None:
     bench = Bench(slots=32, encoder_budget=10_000)
     for number in range(30):
         bench.put(number, max_new_tokens=15)
@@ -178,7 +178,7 @@ def test_a_job_leaves_between_two_steps_with_all_its_parts() -> None:
     assert bench.scheduler.num_rows == 0
 
 
-def test_a_deadline_ends_what_runs_and_what_waits() -> None:
+def test_a_deadline_ends_running_and_waiting_requests() -> None:
     bench = Bench(slots=1)
     bench.put(0, deadline=time.monotonic() + 0.05)
     waiting = bench.put(1, deadline=time.monotonic() + 0.05)
@@ -195,7 +195,7 @@ def test_a_deadline_ends_what_runs_and_what_waits() -> None:
     assert waiting.parts == []
 
 
-def test_alternatives_that_fail_are_a_matter_of_their_job() -> None:
+def test_failed_alternatives_affect_only_their_job() -> None:
     bench = Bench(slots=8)
     bench.put(0, max_new_tokens=3)
     bench.put(1, return_alternatives=True, num_return_sequences=2, suppress_tokens=list(range(16)))
@@ -206,7 +206,7 @@ def test_alternatives_that_fail_are_a_matter_of_their_job() -> None:
     assert isinstance(bench.done[2], list)
 
 
-def test_the_queue_counts_source_tokens_and_forgets_who_left() -> None:
+def test_the_queue_counts_source_tokens_of_waiting_requests() -> None:
     bench = Bench(slots=1, max_waiting_tokens=20)
     first = bench.put(0, source_len=10)
     bench.put(1, source_len=10)
@@ -236,7 +236,7 @@ def test_a_source_counts_as_often_as_it_is_encoded() -> None:
     Bench(max_waiting_tokens=5).put(0, source_len=16)  # a single job may always wait
 
 
-def test_when_to_come_again_is_told_by_who_left_since_somebody_had_to_wait() -> None:
+def test_retry_after_follows_from_finished_requests() -> None:
     bench = Bench(max_waiting=4)
     bench.queue._departed.extend([time.monotonic() - 3600] * 4)  # an hour ago
     for number in range(1, 5):
@@ -249,7 +249,7 @@ def test_when_to_come_again_is_told_by_who_left_since_somebody_had_to_wait() -> 
     assert full.value.retry_after_s == 1
 
 
-def test_a_worker_that_is_told_of_a_cancellation_publishes_no_more() -> None:
+def test_a_worker_publishes_nothing_after_a_cancellation() -> None:
     bench, events = Bench(), list[Event]()
     worker = Worker(bench.session, bench.config, Observer(), events.extend, lambda failed: None)
     jobs = [bench.put(number, max_new_tokens=15) for number in range(40)]

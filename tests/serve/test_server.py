@@ -47,7 +47,7 @@ def refused(*arguments: object) -> str:
     return line
 
 
-def test_it_says_what_it_serves_and_how_to_try_it(server: Running) -> None:
+def test_serve_prints_its_models_and_a_command_to_try(server: Running) -> None:
     assert server.told[1].startswith("dates: 2 decoder layers of 128, fp32 on ort, 1 thread, 4 slots;")
     assert server.told[2].startswith("other: ")
     assert server.told[3].startswith("ready after ")
@@ -91,7 +91,7 @@ def test_sessions_were_found() -> None:
     assert all(shown for _, shown in SESSIONS)
 
 
-def test_a_flood_is_answered_or_told_to_come_again(server: Running) -> None:
+def test_every_request_of_a_flood_is_answered_or_429(server: Running) -> None:
     server.ask(DATE)
     before = server.rss_mb()
     limits = httpx.Limits(max_connections=100)
@@ -110,7 +110,7 @@ def test_a_flood_is_answered_or_told_to_come_again(server: Running) -> None:
     assert server.is_ready()
 
 
-def test_one_model_is_served_while_another_is_flooded(server: Running) -> None:
+def test_a_flood_of_one_model_does_not_stop_another(server: Running) -> None:
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client, ThreadPoolExecutor(20) as pool:
         body = {"text_input": DATE}
         flood = [pool.submit(client.post, "/v2/models/other/generate", json=body) for _ in range(400)]
@@ -134,7 +134,7 @@ BEGUN = (
 )
 
 
-def test_who_sends_a_body_slowly_gets_408_and_stops_nobody(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_slow_body_is_408_and_delays_no_other_request(dates_bundle: Path, tmp_path: Path) -> None:
     with (
         running(tmp_path, dates_bundle, "--threads", 1, before=HASTY) as server,
         contextlib.ExitStack() as stack,
@@ -156,7 +156,7 @@ def test_who_sends_a_body_slowly_gets_408_and_stops_nobody(dates_bundle: Path, t
         assert server.ask(DATE).status_code == 200
 
 
-def test_what_nobody_reads_is_given_up(dates_bundle: Path, tmp_path: Path) -> None:
+def test_unread_responses_are_dropped(dates_bundle: Path, tmp_path: Path) -> None:
     with running(tmp_path, dates_bundle, "--threads", 1, before=HASTY) as server, socket.socket() as one:
         url = httpx.URL(server.url)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -176,7 +176,7 @@ def rest_of(connection: socket.socket) -> bytes:
     return b""
 
 
-def test_who_comes_when_there_are_too_many_is_sent_away(dates_bundle: Path, tmp_path: Path) -> None:
+def test_connections_above_the_limit_are_refused(dates_bundle: Path, tmp_path: Path) -> None:
     with running(tmp_path, dates_bundle, "--threads", 1, "--max-connections", 4) as server:
         server.client.close()
         with contextlib.ExitStack() as stack:
@@ -195,7 +195,7 @@ def asked_live(connection: socket.socket) -> bytes:
     return rest_of(connection)
 
 
-def test_answers_are_sent_without_delay_and_do_not_pile_up() -> None:
+def test_answers_are_sent_without_delay_or_buffering() -> None:
     with listen(ServerConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
         one, _ = listener.accept()
         with one:
@@ -203,7 +203,7 @@ def test_answers_are_sent_without_delay_and_do_not_pile_up() -> None:
             assert one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * SEND_BUFFER_BYTES  # as Linux counts
 
 
-def test_only_who_has_a_token_may_ask(dates_bundle: Path, tmp_path: Path) -> None:
+def test_requests_without_a_token_are_refused(dates_bundle: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("0123456789abcdef\nfedcba9876543210\n")
     tokens.chmod(0o644)
@@ -228,7 +228,7 @@ def test_only_who_has_a_token_may_ask(dates_bundle: Path, tmp_path: Path) -> Non
         assert server.ask(DATE).status_code == 200
 
 
-def test_it_warns_of_what_is_easily_forgotten(dates_bundle: Path, tmp_path: Path) -> None:
+def test_serve_warns_about_missing_protection(dates_bundle: Path, tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     both = (f"one={dates_bundle}", f"two={dates_bundle}")
     with running(tmp_path, *both, "--threads", cores, "--host", "0.0.0.0") as server:
@@ -240,7 +240,7 @@ def test_it_warns_of_what_is_easily_forgotten(dates_bundle: Path, tmp_path: Path
         assert httpx.get(f"http://127.0.0.1:{httpx.URL(server.url).port}/readyz").status_code == 200
 
 
-def test_what_no_server_can_run_with_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
+def test_invalid_server_options_are_refused(dates_bundle: Path, tmp_path: Path) -> None:
     empty, short = tmp_path / "empty", tmp_path / "short"
     empty.write_text("\n")
     short.write_text("secret\n")
@@ -258,7 +258,7 @@ def test_what_no_server_can_run_with_is_refused(dates_bundle: Path, tmp_path: Pa
     assert "slots is 0" in refused(dates_bundle, "--slots", 0)
 
 
-def test_a_missing_package_is_named_with_what_brings_it(dates_bundle: Path) -> None:
+def test_a_missing_package_is_named_with_its_extra(dates_bundle: Path) -> None:
     program = f"import sys; sys.modules['uvicorn'] = None\n{COMMAND}"
     done = subprocess.run(
         [sys.executable, "-c", program, "serve", str(dates_bundle)], capture_output=True, text=True, timeout=PATIENCE_S
@@ -267,7 +267,7 @@ def test_a_missing_package_is_named_with_what_brings_it(dates_bundle: Path) -> N
     assert (done.returncode, done.stdout, done.stderr) == (1, "", says)
 
 
-def test_tls_refuses_who_speaks_plainly(dates_bundle: Path, tmp_path: Path) -> None:
+def test_tls_refuses_plain_http(dates_bundle: Path, tmp_path: Path) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     try:

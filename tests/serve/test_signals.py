@@ -99,7 +99,7 @@ def test_an_idle_server_stops_at_once(dates_bundle: Path, tmp_path: Path, number
         assert server.log.read_text().splitlines()[-1].endswith("drained: all requests are answered")
 
 
-def test_what_was_accepted_is_answered_before_it_stops(
+def test_accepted_requests_are_answered_before_the_server_stops(
     dates_bundle: Path, tmp_path: Path, expected: set[tuple[str, str]]
 ) -> None:
     options = ("--threads", 1, "--slots", 8, "--drain-delay", 4)
@@ -131,7 +131,7 @@ def test_a_stream_that_has_begun_is_finished(dates_bundle: Path, tmp_path: Path)
         assert server.ended() == 0
 
 
-def test_what_takes_too_long_is_given_up(dates_bundle: Path, tmp_path: Path) -> None:
+def test_requests_beyond_the_shutdown_timeout_are_cancelled(dates_bundle: Path, tmp_path: Path) -> None:
     with running(tmp_path, dates_bundle, "--threads", 1, "--shutdown-timeout", 1, before=slow_steps(1)) as server:
         load = Load(server, 3)
         load.start()
@@ -142,7 +142,7 @@ def test_what_takes_too_long_is_given_up(dates_bundle: Path, tmp_path: Path) -> 
         assert "not all requests were answered within 1 s" in server.log.read_text()
 
 
-def test_a_second_signal_ends_it_at_once(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_server_at_once(dates_bundle: Path, tmp_path: Path) -> None:
     with running(tmp_path, dates_bundle, "--threads", 1, before=slow_steps(30)) as server:
         load = Load(server, 1)
         load.start()
@@ -157,7 +157,7 @@ def test_a_second_signal_ends_it_at_once(dates_bundle: Path, tmp_path: Path) -> 
         assert server.log.read_text().endswith("SIGTERM again: aborted\n")
 
 
-def test_it_lives_while_it_loads_and_stops_at_once(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_loading_server_is_alive_and_stops_at_once(dates_bundle: Path, tmp_path: Path) -> None:
     with running(tmp_path, dates_bundle, before=LARGE, ready=False) as server:
         assert server.client.get("/livez").status_code == 200
         assert server.client.get("/readyz").status_code == 503
@@ -175,9 +175,7 @@ def reloads(server: Running) -> list[str]:
     return [line for line in server.log.read_text().splitlines() if "model dates: " in line]
 
 
-def test_bundles_are_replaced_while_clients_ask(
-    dates_bundle: Path, tmp_path: Path, expected: set[tuple[str, str]]
-) -> None:
+def test_bundles_are_replaced_under_load(dates_bundle: Path, tmp_path: Path, expected: set[tuple[str, str]]) -> None:
     other, wrong, damaged, served = (tmp_path / name for name in ("other", "wrong", "damaged", "dates"))
     shutil.copytree(dates_bundle, other)
     edit(other, lambda data: data["text"].update(target_prefix=[20]))
@@ -218,7 +216,7 @@ def test_bundles_are_replaced_while_clients_ask(
         assert server.stop() == 0
 
 
-def test_it_stops_while_a_bundle_is_replaced(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_server_stops_while_a_bundle_is_replaced(dates_bundle: Path, tmp_path: Path) -> None:
     later = LARGE.replace("    time.sleep(60)\n", "    time.sleep(60 * len(loaded)); loaded.append(1)\n")
     with running(tmp_path, dates_bundle, "--threads", 1, before=f"loaded = []{later}") as server:
         server.send(signal.SIGHUP)
@@ -229,7 +227,7 @@ def test_it_stops_while_a_bundle_is_replaced(dates_bundle: Path, tmp_path: Path)
         assert time.monotonic() - start < 10
 
 
-def test_a_process_that_is_killed_is_replaced_by_one_that_says_the_same(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_killed_process_is_replaced_with_the_same_output(dates_bundle: Path, tmp_path: Path) -> None:
     sampled = {"do_sample": True, "temperature": 3.0, "num_return_sequences": 4, "seed": 11}
     with running(tmp_path, dates_bundle, "--threads", 1, before=HEAVY) as server:
         before = server.ask(TEXTS[0], **sampled).json()
@@ -245,7 +243,7 @@ def test_a_process_that_is_killed_is_replaced_by_one_that_says_the_same(dates_bu
         assert server.ask(TEXTS[0], **sampled).json() == before
 
 
-def test_a_thread_that_fails_answers_all_and_a_reload_begins_anew(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_failed_thread_answers_all_and_a_reload_recovers(dates_bundle: Path, tmp_path: Path) -> None:
     file = tmp_path / "fault"
     fault = slow_steps(0.01, file=file, fault="raise MemoryError('out of memory')")
     with running(tmp_path, dates_bundle, "--threads", 1, "--slots", 1, before=fault) as server:

@@ -94,7 +94,7 @@ async def test_running_rows_go_on_meanwhile(meetings: Path, blocked: Blocked) ->
         assert text_of(await aligned) == SAID[:1]
 
 
-async def test_whoever_leaves_or_is_late_is_ended_while_it_is_aligned(meetings: Path, blocked: Blocked) -> None:
+async def test_cancelled_and_late_requests_end_during_alignment(meetings: Path, blocked: Blocked) -> None:
     observer = Outcomes()
     async with serving(meetings, observer) as engine:
         late, gone, stays = (engine.submit(TEXTS[0], timeout_s=limit, **COPY) for limit in (0.3, None, None))
@@ -129,7 +129,7 @@ async def test_an_alignment_that_fails_ends_its_own_request(
 
 
 @pytest.mark.parametrize("stop", [Engine.replace, Engine.drain])
-async def test_what_was_accepted_is_aligned_before_its_model_is_closed(
+async def test_accepted_requests_are_aligned_before_the_model_closes(
     meetings: Path, blocked: Blocked, stop: Callable[[Engine], Awaitable[object]]
 ) -> None:
     async with serving(meetings) as engine:
@@ -157,7 +157,7 @@ async def test_a_drain_does_not_wait_for_an_alignment_that_hangs(meetings: Path,
     assert observer.counts == {"draining": 2}
 
 
-async def test_no_more_wait_to_be_aligned_than_may_wait(meetings: Path, blocked: Blocked) -> None:
+async def test_the_alignment_queue_is_limited(meetings: Path, blocked: Blocked) -> None:
     async with serving(meetings, max_waiting=2) as engine:
         asked = []
         with pytest.raises(QueueFull, match="2 alignments are waiting, which is the limit; try again later"):

@@ -43,7 +43,7 @@ async def test_a_generation_is_awaited_and_read_in_any_way(dates_bundle: Path, m
     assert observer.counts == {"ok": 2}
 
 
-async def test_a_task_that_is_cancelled_takes_its_request_along(dates_bundle: Path, texts: list[str]) -> None:
+async def test_cancelling_a_task_cancels_its_request(dates_bundle: Path, texts: list[str]) -> None:
     async with serving(dates_bundle) as engine:
 
         async def read() -> None:
@@ -62,7 +62,7 @@ async def test_a_task_that_is_cancelled_takes_its_request_along(dates_bundle: Pa
         await engine.generate(texts[0])
 
 
-async def test_who_stops_in_any_way_frees_its_slot(random_bundle: Path) -> None:
+async def test_a_reader_that_stops_frees_its_slot(random_bundle: Path) -> None:
     observer = Outcomes()
     async with serving(random_bundle, observer) as engine:
 
@@ -94,21 +94,21 @@ async def test_who_stops_in_any_way_frees_its_slot(random_bundle: Path) -> None:
     assert observer.counts == {"cancelled": 6}
 
 
-async def test_a_long_prefix_is_no_slow_reader(random_bundle: Path) -> None:
+async def test_a_long_prefix_does_not_count_as_a_slow_reader(random_bundle: Path) -> None:
     async with serving(random_bundle, stream_buffer=4) as engine:
         generation = engine.submit_ids([5, 6], prefix=[7] * 40, stream=True, max_new_tokens=3)
         await until(lambda: generation.is_done)
         assert len([token async for token in generation]) == 43
 
 
-async def test_whoever_holds_a_generation_is_answered(random_bundle: Path) -> None:
+async def test_a_referenced_generation_is_completed(random_bundle: Path) -> None:
     generation = (await Engine(random_bundle, threads=1).start()).submit_ids([5, 6])
     gc.collect()
     async with asyncio.timeout(30):
         assert await generation
 
 
-async def test_the_older_and_the_more_urgent_go_first(
+async def test_older_and_more_urgent_requests_come_first(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[int] = []
@@ -151,7 +151,7 @@ async def test_a_clock_that_jumps_changes_nothing(
             await engine.generate(texts[0], timeout_s=1e-6)
 
 
-async def test_who_waits_is_told_while_the_thread_hangs(
+async def test_waiting_requests_end_while_the_thread_hangs(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = text_of(model.generate(texts[:1]))
@@ -176,7 +176,7 @@ async def test_who_waits_is_told_while_the_thread_hangs(
     assert observer.counts == {"deadline": 3, "ok": 1}
 
 
-async def test_who_drains_a_second_time_cuts_the_first_short(random_bundle: Path) -> None:
+async def test_a_second_drain_shortens_the_first(random_bundle: Path) -> None:
     observer = Outcomes()
     async with serving(random_bundle, observer, slots=1) as engine:
         asked = [engine.submit_ids([5, 6]) for _ in range(200)]
@@ -191,7 +191,7 @@ async def test_who_drains_a_second_time_cuts_the_first_short(random_bundle: Path
     assert sum(observer.counts.values()) == 200
 
 
-async def test_a_drain_that_is_cancelled_is_taken_up_again(random_bundle: Path) -> None:
+async def test_a_cancelled_drain_can_be_repeated(random_bundle: Path) -> None:
     async with serving(random_bundle, slots=2) as engine:
         asked = [engine.submit_ids([5, 6]) for _ in range(20)]
         first = asyncio.create_task(engine.drain())
@@ -224,7 +224,7 @@ async def test_replacing_loses_no_request_and_leaves_one_thread(
     assert set(observer.counts) == {"ok"}
 
 
-async def test_replacing_leaves_a_thread_that_hangs_behind(
+async def test_replacing_abandons_a_hung_thread(
     dates_bundle: Path,
     model: Model,
     texts: list[str],
@@ -246,7 +246,7 @@ async def test_replacing_leaves_a_thread_that_hangs_behind(
         assert await engine.drain()
 
 
-async def test_an_old_thread_that_gives_signs_of_life_is_waited_for(
+async def test_replacing_waits_for_a_thread_that_makes_progress(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, num_steps = text_of(model.generate(texts[:1])), 0
@@ -264,7 +264,7 @@ async def test_an_old_thread_that_gives_signs_of_life_is_waited_for(
         assert num_steps * 0.08 > engine.config.hang_s
 
 
-async def test_a_thread_that_hangs_does_not_keep_an_engine_from_stopping(
+async def test_a_hung_thread_does_not_prevent_stopping(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(dates_bundle, stall_s=0.2) as engine:
@@ -277,7 +277,7 @@ async def test_a_thread_that_hangs_does_not_keep_an_engine_from_stopping(
         hanging.end()
 
 
-async def test_draining_answers_what_was_accepted_and_takes_no_more(dates_bundle: Path, texts: list[str]) -> None:
+async def test_draining_answers_accepted_requests_and_refuses_new_ones(dates_bundle: Path, texts: list[str]) -> None:
     async with serving(dates_bundle, slots=1) as engine:
         waiting = [engine.submit(text) for text in texts]
         draining = asyncio.create_task(engine.drain(30))

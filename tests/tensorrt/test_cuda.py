@@ -165,9 +165,9 @@ def test_a_capture_that_fails_is_ended_and_its_error_cleared(monkeypatch: pytest
     functions = {name: function(name, value) for name, value in values.items()}
     monkeypatch.setattr(cuda, "need_gpu", lambda: None)
     device = Cuda()
-    said = SimpleNamespace(cudaGetErrorString=lambda code: (None, b"invalidated"))
+    errors = SimpleNamespace(cudaGetErrorString=lambda code: (None, b"invalidated"))
     mode = SimpleNamespace(cudaStreamCaptureMode=runtime.cudaStreamCaptureMode)
-    monkeypatch.setattr(device, "_runtime", SimpleNamespace(**vars(said), **vars(mode), **functions))
+    monkeypatch.setattr(device, "_runtime", SimpleNamespace(**vars(errors), **vars(mode), **functions))
     with pytest.raises(BackendError), device.capture(1):
         if fails == "in the block":
             raise BackendError("refused")

@@ -73,9 +73,9 @@ def load_elsewhere(folder: Path, target: str) -> str:
 )
 def test_a_module_without_its_library_has_its_own_error(tmp_path: Path, source: str, message: str) -> None:
     (tmp_path / "tensorrt.py").write_text(source)
-    said = load_elsewhere(tmp_path, "tensorrt")
-    assert message in said
-    assert "pip install 'tfexport[trt]' --force-reinstall" in said
+    output = load_elsewhere(tmp_path, "tensorrt")
+    assert message in output
+    assert "pip install 'tfexport[trt]' --force-reinstall" in output
 
 
 @no_gpu

@@ -86,11 +86,11 @@ def test_smaller_engines_are_compared_within_their_limits(bundle: Path, monkeypa
 
 def test_beams_are_not_compared_if_an_engine_takes_too_few_rows(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "open_bundle", engines(max_batch=3))
-    told: list[str] = []
-    report = verify_bundle(bundle, config=FEW, backend="trt", report=told.append)
+    reported: list[str] = []
+    report = verify_bundle(bundle, config=FEW, backend="trt", report=reported.append)
     assert report.passed
     assert {check.method for check in report.decodes} == {"greedy", "batch invariance", "full length"}
-    assert "trt fp32 takes 3 rows, too few for beam 4" in told
+    assert "trt fp32 takes 3 rows, too few for beam 4" in reported
 
 
 def test_an_encoder_only_engine_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_invalid_calls_are_refused(once: Once) -> None:
     with pytest.raises(InputError, match=r"target_ids is \(2,\) for 0 rows, expected \[tokens\] of one row"):
         verify(1, 2)
     batch.add(np.array([[5, 6]]), np.ones((1, 2), bool), [[1]])
-    for refused, says in (
+    for refused, message in (
         (verify, "one or more"),
         (lambda: verify(1, -1), "target_ids reach from -1 to 1"),
         (lambda: verify(*[1] * (LENGTH + 1)), f"target has {LENGTH + 1} tokens, the limit is {LENGTH}"),
@@ -94,7 +94,7 @@ def test_invalid_calls_are_refused(once: Once) -> None:
         (lambda: batch.rewind(1), r"length is 1 for rows of \[0\], expected 0 up to that of one row"),
         (lambda: batch.rewind(-1), "length is -1"),
     ):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             refused()
     assert batch.lengths.tolist() == [0], "the batch is as it was"
     batch.add(np.array([[5, 6]]), np.ones((1, 2), bool), [[1]])

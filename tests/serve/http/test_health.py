@@ -22,9 +22,7 @@ async def codes(client: httpx.AsyncClient, paths: tuple[str, ...]) -> set[int]:
     return {(await client.get(path)).status_code for path in paths}
 
 
-async def test_one_of_two_models_that_has_failed_is_for_a_new_process(
-    dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_model_makes_the_process_unhealthy(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Loop) -> None:
         raise MemoryError("out of memory")
 
@@ -45,7 +43,7 @@ async def test_one_of_two_models_that_has_failed_is_for_a_new_process(
         assert await codes(client, LIVE) == await codes(client, READY) == {200}
 
 
-async def test_a_model_states_what_it_was_compared_with(serve: Serve) -> None:
+async def test_a_model_reports_its_status(serve: Serve) -> None:
     async with serve() as served:
         parameters = (await served.client.get("/v2/models/dates")).json()["parameters"]
         manifest = served.engine.model.manifest
@@ -70,7 +68,7 @@ async def test_a_thread_that_hangs_is_not_ready_and_after_a_time_not_alive(
         assert (await codes(served.client, READY), await codes(served.client, LIVE)) == ({200}, {200})
 
 
-async def test_before_and_after_its_life_an_engine_is_no_reason_to_restart(dates_bundle: Path) -> None:
+async def test_an_engine_that_is_not_running_is_alive(dates_bundle: Path) -> None:
     engine = Engine(dates_bundle, threads=1)
     transport = httpx.ASGITransport(build_app({"dates": engine}))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -42,7 +42,7 @@ def asked(text: str, path: str = "generate", **options: Any) -> Exchange:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_whoever_goes_away_frees_its_rows(
+async def test_a_client_that_disconnects_frees_its_rows(
     serve: Serve, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async with serve() as served:
@@ -65,7 +65,7 @@ async def test_whoever_goes_away_frees_its_rows(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_whoever_goes_away_leaves_the_queue(
+async def test_a_client_that_disconnects_leaves_the_queue(
     serve: Serve, texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async with serve(slots=1) as served:
@@ -82,7 +82,7 @@ async def test_whoever_goes_away_leaves_the_queue(
         assert served.metrics.total("tfexport_source_tokens_total", "dates") <= 64  # the second one never joined
 
 
-async def test_whoever_leaves_in_the_middle_of_the_body_is_not_asked_for(serve: Serve) -> None:
+async def test_a_client_that_disconnects_during_the_body_is_dropped(serve: Serve) -> None:
     async with serve() as served:
         one = asked("3 May 1999")
         one.leave_half_said()
@@ -92,7 +92,7 @@ async def test_whoever_leaves_in_the_middle_of_the_body_is_not_asked_for(serve: 
         assert served.metrics.total("tfexport_requests_total", "dates") == 1
 
 
-async def test_whoever_reads_nothing_is_given_up(
+async def test_a_client_that_reads_nothing_is_dropped(
     serve: Serve, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Deaf(Exchange):

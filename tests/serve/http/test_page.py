@@ -33,7 +33,7 @@ async def test_every_file_is_served_with_the_policy(serve: Serve) -> None:
             assert (await served.client.get(path)).status_code == 404
 
 
-def test_the_files_refer_to_one_another_and_to_nothing_outside() -> None:
+def test_the_files_refer_only_to_each_other() -> None:
     files = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
     for name, text in files.items():
         outside = set(re.findall(r"(?:https?:)?//[\w.-]+\.[\w./-]+", text)) - NAMESPACES
@@ -43,14 +43,14 @@ def test_the_files_refer_to_one_another_and_to_nothing_outside() -> None:
     assert referred == files.keys() - {"index.html"}
 
 
-async def test_without_the_page_nothing_of_it_is_there(serve: Serve) -> None:
+async def test_without_the_page_its_files_are_404(serve: Serve) -> None:
     async with serve(HttpConfig(ui=False)) as served:
         for path in (*page.PATHS, "/page/models"):
             assert (await served.client.get(path)).status_code == 404
         assert (await served.client.get("/livez")).status_code == 200
 
 
-async def test_it_is_told_what_a_model_is(serve: Serve, texts: list[str]) -> None:
+async def test_the_page_receives_the_properties_of_a_model(serve: Serve, texts: list[str]) -> None:
     async with serve(slots=3) as served:
         (told,) = (await served.client.get("/page/models")).json()["models"]
         assert (told["name"], told["state"], told["is_ready"]) == ("dates", "ready", True)

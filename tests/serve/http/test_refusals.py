@@ -177,7 +177,7 @@ MISSING = (
 )
 
 
-async def test_what_does_not_exist_is_404(serve: Serve) -> None:
+async def test_unknown_paths_are_404(serve: Serve) -> None:
     async with serve(HttpConfig(ui=False)) as served:
         for path in MISSING:
             check(await served.client.post(path, json={"text_input": TEXT}), 404, "")
@@ -225,7 +225,7 @@ def test_broken_framing_is_refused(address: str, request_bytes: bytes, status: i
     assert httpx.get(f"http://{address}/livez").status_code == 200
 
 
-async def test_nothing_that_fails_inside_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_internal_errors_are_not_disclosed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("secret")
 
@@ -234,7 +234,7 @@ async def test_nothing_that_fails_inside_is_told(serve: Serve, monkeypatch: pyte
         check(await served.post("generate", {"text_input": TEXT}), 500, "internal error; see the server's log")
 
 
-async def test_who_comes_too_late_is_503(serve: Serve) -> None:
+async def test_requests_during_shutdown_are_503(serve: Serve) -> None:
     async with serve() as served:
         await served.engine.drain()
         answer = await served.post("generate", {"text_input": TEXT})

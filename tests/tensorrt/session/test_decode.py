@@ -138,8 +138,8 @@ def test_after_a_warm_up_the_first_batch_creates_nothing(on_doubles: Callable[..
             assert 16 < longest <= 32
             counts = model.session._pool._engines.cuda.counts  # type: ignore[attr-defined]
             before = counts.copy()
-            said = [result.text for result in model.generate(texts)]
-            assert said == ["2026-03-03", "1989-07-14", "1977-05-04"]
+            output = [result.text for result in model.generate(texts)]
+            assert output == ["2026-03-03", "1989-07-14", "1977-05-04"]
             made[bool(batches)] = {name: counts[name] - before[name] for name in ("capture", "context")}
     assert made[True] == {"capture": 0, "context": 0}
     assert made[False]["capture"] > 0

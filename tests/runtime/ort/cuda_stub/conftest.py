@@ -45,9 +45,9 @@ def stub_gpu_of(once: Callable[[str, Callable[[Path], object]], Path]) -> Callab
         pytest.skip(f"stub CUDA libraries need {', '.join(missing)}")
 
     def make(version: str) -> StubGpu:
-        said = once(f"onnxruntime-gpu-{version}.txt", lambda path: path.write_text(fetch(version))).read_text()
-        if said:
-            pytest.skip(f"onnxruntime-gpu {version} cannot be had: {said}")
+        output = once(f"onnxruntime-gpu-{version}.txt", lambda path: path.write_text(fetch(version))).read_text()
+        if output:
+            pytest.skip(f"onnxruntime-gpu {version} cannot be had: {output}")
         wheel = WHEELS / folder_of(version)
 
         def build(folder: Path) -> None:

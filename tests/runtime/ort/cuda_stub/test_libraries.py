@@ -62,10 +62,10 @@ def test_missing_libraries_are_named_with_the_searched_places(stub_gpu: StubGpu,
     missing = absent(stub_gpu, system)[0]
     others = [name for name in toolkit(stub_gpu) if name != missing]
     copied(stub_gpu, others, tmp_path / "site-packages" / "nvidia" / "cu13" / "lib")
-    said = opened(stub_gpu, system, tmp_path / "site-packages")
-    assert f"and cannot load {missing} (looked in LD_LIBRARY_PATH, the system's folders and nvidia/*/lib and" in said
-    assert str(tmp_path / "site-packages") in said
-    assert said.rstrip().endswith("); pip install 'tfexport[gpu]', or use device cpu")
+    output = opened(stub_gpu, system, tmp_path / "site-packages")
+    assert f"and cannot load {missing} (looked in LD_LIBRARY_PATH, the system's folders and nvidia/*/lib and" in output
+    assert str(tmp_path / "site-packages") in output
+    assert output.rstrip().endswith("); pip install 'tfexport[gpu]', or use device cpu")
 
 
 @pytest.mark.slow
