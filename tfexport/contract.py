@@ -17,6 +17,7 @@ from tfexport.precision import FLOAT, DType, Precision, QuantizedWeights
 Variant = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
 OptimizeFor = Literal["latency", "throughput"]
+Pooling = Literal["mean", "cls", "max"]
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
@@ -82,7 +83,7 @@ class ModelSpec(Config, subject="spec"):
     """Sizes and token ids that every stage after the export needs.
 
     For an encoder-only model `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and `max_target_length` are 0.
-    If `kv_heads` is None, it equals `heads`.
+    If `kv_heads` is None, it equals `heads`. `pooling` joins the vectors of the tokens of an encoder-only model.
     """
 
     d_model: Size
@@ -97,6 +98,7 @@ class ModelSpec(Config, subject="spec"):
     value_dim: SizeOrZero = 0
     max_target_length: SizeOrZero = 0
     kv_heads: Heads | None = None
+    pooling: Pooling = "mean"
 
     def _problems(self) -> Iterator[str]:
         # Start and end belong to the target's vocabulary, the others to the source's.

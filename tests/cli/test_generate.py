@@ -152,5 +152,4 @@ def test_generate_and_embed_name_one_another(dates_bundle: Path) -> None:
     refuses(run("generate", ENCODER, "x"), f"generates no text; use tfexport embed {ENCODER}")
     refuses(run("embed", dates_bundle, "x"), "generate")
     refuses(run("score", ENCODER, "x\ty"), "encoder-only and reads no target; use embed")
-    assert "encoder-only and generates no text" in run("serve", ENCODER, "--port", "0").stderr
     refuses(run("triton", ENCODER, "--output", "build/models"), "generates no text")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from tfexport.cli._lines import split_pairs
 from tfexport.cli.options import TextRun, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
+from tfexport.contract import Pooling
 
 if TYPE_CHECKING:
-    from tfexport.model.model import Model, Pooling
+    from tfexport.model.model import Model
 
 
 @contextmanager
@@ -74,10 +75,12 @@ def align(run: TextRun, as_json: bool) -> None:
 @click.command()
 @text_options()
 @click.option(
-    "--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How to combine the vectors of the tokens."
+    "--pooling",
+    type=click.Choice(get_args(Pooling)),
+    help="How to combine the vectors of the tokens; by default as the bundle declares.",
 )
 @click.option("--normalize/--no-normalize", default=True, help="Scale every vector to length 1.")
-def embed(run: TextRun, pooling: Pooling, normalize: bool) -> None:
+def embed(run: TextRun, pooling: Pooling | None, normalize: bool) -> None:
     """Print the embedding of each TEXT, one JSON object per line."""
     inputs = inputs_of(run.texts, run.source)
     with _opened(run, len(inputs), "embedding") as (model, write, call):

@@ -111,6 +111,19 @@ def check_requests(
     return requests
 
 
+def check_sources(session: Session, subject: str, sources: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Check the sources of an encoder-only model; raises InputError as `check_requests`."""
+    values, problems, indices, found = listed_ids(subject, "sources", sources), list[str](), list[int](), []
+    for index, value in enumerate(values):
+        (source,), wrong = _lists(source=value)
+        wrong = wrong or _source_problems(session.spec, session.limits, source)
+        problems += _named("text", index, len(values), wrong)
+        indices += [index] * len(wrong)
+        found.append(source)
+    raise_all(InputError, subject, problems, indices=indices)
+    return found
+
+
 def check_pairs(
     session: Session,
     sources: Iterable[Iterable[int]],

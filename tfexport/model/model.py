@@ -8,29 +8,28 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 
 from tfexport._arguments import as_list, check_call, is_whole, word_problems
 from tfexport.bundle.manifest import Manifest
-from tfexport.contract import ModelSpec
+from tfexport.contract import ModelSpec, Pooling
 from tfexport.decode.loop import check_cancelled
 from tfexport.decode.offline import decode, stream
+from tfexport.decode.request import check_sources
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.model.result import NO_COPIES_IN_STREAMS, Result, Results, check_copies, result_of, with_copies
 from tfexport.runtime.cpu import Threads
-from tfexport.runtime.session import Floats, Session, pad_right
+from tfexport.runtime.session import Floats, Mask, Session, pad_right
 from tfexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tfexport.decode.align import Alignment
     from tfexport.decode.score import Score
-
-Pooling = Literal["mean", "cls"]
 
 
 class Model:
@@ -322,34 +321,44 @@ class Model:
 
     def embed(
         self,
-        texts: Iterable[str],
+        texts: Iterable[str] | Iterable[Iterable[int]],
         *,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         normalize: bool = True,
         batch_size: int = 32,
         cancel: threading.Event | None = None,
     ) -> Floats:
-        """Encode each text as one vector, with an encoder-only bundle.
+        """Encode each text, or list of token ids, as one vector, with an encoder-only bundle.
 
-        - `pooling`: "mean" over the text's tokens, or "cls", the vector of its first token.
+        - `pooling`: "mean" or "max" over the tokens, or "cls", the vector of the first one; None for the bundle's own.
         - `normalize`: divide each vector by its Euclidean norm.
 
         Returns:
             float32 [texts, d_model].
         """
-        raise_all(ConfigError, "embed", word_problems(pooling=(pooling, get_args(Pooling))))
+        raise_all(ConfigError, "embed", word_problems(pooling=(pooling, (None, *get_args(Pooling)))))
         check_call("embed", batch_size=batch_size, cancel=cancel, normalize=normalize)
-        sources = self._need_tokenizer().encode(_texts("texts", texts))
+        sources = self.source_ids(texts)
         batch_size = min(batch_size, self.session.limits.rows.most or batch_size)
         vectors = np.empty((len(sources), self.spec.d_model), np.float32)
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         for first in range(0, len(order), batch_size):
             check_cancelled(cancel)
             rows = order[first : first + batch_size]
-            vectors[rows] = self._pool([sources[row] for row in rows], pooling)
+            ids, mask = pad_right([sources[row] for row in rows], self.spec.tokens.pad)
+            vectors[rows] = _pooled(self.session.hidden_states(ids, mask), mask, pooling or self.spec.pooling)
         if normalize:
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
         return vectors
+
+    def source_ids(self, texts: Iterable[str] | Iterable[Iterable[int]]) -> list[list[int]]:
+        """Return the token ids that `embed` reads; raises InputError with every invalid text."""
+        if self.spec.has_decoder:
+            raise InputError("embed: this bundle is not encoder-only and returns no vectors; use generate")
+        values = _texts("texts", texts)
+        if any(isinstance(value, str) for value in values):
+            return self._need_tokenizer().encode(values)
+        return check_sources(self.session, "embed", values)
 
     def close(self) -> None:
         """Free the backend's memory and return it to the operating system.
@@ -380,14 +389,6 @@ class Model:
         prefix = tokenizer.begin_target() or ([] if first is None else [first])
         return source_ids, target_ids, [prefix] * len(source_ids)
 
-    def _pool(self, sources: Sequence[Sequence[int]], pooling: Pooling) -> Floats:
-        ids, mask = pad_right(sources, self.spec.tokens.pad)
-        hidden = self.session.hidden_states(ids, mask)
-        if pooling == "cls":
-            return hidden[:, 0]
-        mean: Floats = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True).astype(np.float32)
-        return mean
-
     def _unset_options(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
         return set() if config else self.defaults.given().keys() - options.keys()
 
@@ -406,7 +407,16 @@ def bundle_sha256(model: Model) -> str:
     return hashlib.sha256(model.manifest.to_bytes()).hexdigest()
 
 
-def _texts(name: str, argument: Iterable[str]) -> list[str]:
+def _pooled(hidden: Floats, mask: Mask, pooling: Pooling) -> Floats:
+    if pooling == "cls":
+        return hidden[:, 0]
+    is_max, keep = pooling == "max", mask[:, :, None]
+    tokens: Floats = np.where(keep, hidden, np.float32(-np.inf if is_max else 0))
+    found: Floats = tokens.max(1) if is_max else tokens.sum(1) / keep.sum(1, dtype=np.float32)
+    return found
+
+
+def _texts(name: str, argument: Iterable[Any]) -> list[Any]:
     texts = as_list(argument)
     if texts is None:
         got = "one text" if isinstance(argument, str) else shortened(argument)

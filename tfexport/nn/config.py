@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tfexport.config import MAX_SIZE, Config, Ge, Heads, Help, Layers, Lt, Size
-from tfexport.contract import ModelSpec, TokenIds
+from tfexport.contract import ModelSpec, Pooling, TokenIds
 from tfexport.errors import ConfigError, shortened
 from tfexport.nn.switches import (
     SWITCHES,
@@ -93,6 +93,9 @@ class TransformerConfig(Config, subject="model"):
     output_bias: bool = True
     tie_embeddings: Annotated[bool, Help("share one table between encoder and decoder")] = False
     tie_output: Annotated[bool, Help("use the decoder's table as the output projection")] = False
+    pooling: Annotated[
+        Pooling, Help("vector of a text in an encoder-only model: mean or maximum over its tokens, or its first token")
+    ] = "mean"
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
 
     @classmethod
@@ -133,6 +136,8 @@ class TransformerConfig(Config, subject="model"):
                 yield f"missing key {name}, needed with a decoder"
             elif not has_decoder and getattr(self, name) is not None:
                 yield f"{name} is given but decoder is null; leave it out"
+        if has_decoder and self.pooling != "mean":
+            yield f"pooling is {self.pooling}, which needs an encoder-only model; leave it out"
         if not has_decoder and (self.tie_embeddings or self.tie_output):
             yield "tie_embeddings and tie_output need a decoder; set both to false"
         elif self.tie_embeddings and self.target_vocab not in (None, self.source_vocab):
@@ -159,6 +164,8 @@ class TransformerConfig(Config, subject="model"):
     def uses(self, name: str) -> bool:
         """Return whether a switch has an effect in this model."""
         switch = SWITCHES[name]
+        if name == "pooling":  # after the states
+            return False
         if self.decoder is None and switch.acts in ("cross-attention", "output"):
             return False
         return switch.where is None or getattr(self, switch.where[0]) in switch.where[1]
@@ -191,6 +198,7 @@ def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:
         max_source_length=config.max_source_length,
         tokens=config.tokens,
         precision=precision,
+        pooling=config.pooling,
     )
     if config.decoder is None:
         return spec

@@ -134,7 +134,8 @@ class Scheduler:
         self.num_rows = 0  # after the newest step, including jobs that are not encoded yet
         self._session, self._waiting, self._observer = session, waiting, observer
         # If later jobs cannot join the batch, all waiting jobs are encoded together.
-        self._budget = config.encoder_budget if session.batch().can_join else sys.maxsize
+        can_join = session.spec.has_decoder and session.batch().can_join
+        self._budget = config.encoder_budget if can_join else sys.maxsize
         self._loop = Loop(session, self.slots)
         self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
         self._entering: deque[Request] = deque()  # running parts that are not encoded yet

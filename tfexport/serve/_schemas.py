@@ -337,6 +337,20 @@ class Completion(Parameters):  # type: ignore[misc, valid-type]
     suffix: Literal[""] | None = None
 
 
+class Embeddings(Body):
+    """Inputs of `/v1/embeddings`, as in the OpenAI API."""
+
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]] = Field(description="Texts, or token ids with special tokens.")
+    encoding_format: Literal["float", "base64"] = "float"
+    user: Any = None
+
+    @property
+    def sources(self) -> list[str] | list[list[int]]:
+        is_one = isinstance(self.input, str) or (self.input and isinstance(self.input[0], int))
+        return [self.input] if is_one else self.input  # type: ignore[return-value]
+
+
 class TranslateRequest(Body):
     """One or more texts, as in the LibreTranslate API."""
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tfexport import errors
-from tfexport.decode.offline import decode
+from tfexport.decode.offline import decode, warm_up
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ServingError, TfexportError
 from tfexport.generation import DecodeConfig
@@ -42,17 +42,17 @@ _OUTCOMES: dict[type[BaseException], Outcome] = {
 }
 
 
-class Alignments:
-    """Compute alignments one at a time on a thread; used on one event loop only."""
+class Calls:
+    """Run alignments and encoders one at a time on a thread; used on one event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-align")
+        self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-calls")
         self.pending: set[asyncio.Task[Any]] = set()
         self._reason: ServingError | None = None
 
-    def check_room(self, most: int) -> None:
+    def check_room(self, most: int, what: str = "alignments") -> None:
         if len(self.pending) > most:
-            raise errors.QueueFull(f"{most} alignments are waiting, which is the limit; try again later")
+            raise errors.QueueFull(f"{most} {what} are waiting, which is the limit; try again later")
 
     def submit(self, compute: Callable[[], T]) -> asyncio.Task[T]:
         """Queue a computation; it is skipped if its task is cancelled first."""
@@ -91,7 +91,7 @@ class Served:
 
     def __init__(self, model: Model, config: ServingConfig, observer: Observer) -> None:
         loop = asyncio.get_running_loop()
-        self.model, self.alignments = model, Alignments(loop)
+        self.model, self.calls = model, Calls(loop)
         callbacks = _on_loop(loop, self._deliver), _on_loop(loop, self._end_all)
         self.worker = Worker(model.session, config, observer, *callbacks)
         self._config, self._observer = config, observer
@@ -122,10 +122,10 @@ class Served:
         Requests that are open after `timeout_s`, or after `hang_s` without progress, raise `reason`.
         """
         if not await self._finish(reason, timeout_s):
-            self._is_answered &= not self.alignments.pending
+            self._is_answered &= not self.calls.pending
             self.worker.abort(reason)
             self._end_all(reason)
-        self.alignments.close(reason)
+        self.calls.close(reason)
         if await asyncio.to_thread(self.worker.join, self._config.stall_s):
             self.model.close()
         else:  # the hanging thread still uses its model
@@ -140,7 +140,7 @@ class Served:
             wait_s = min(end - time.monotonic(), self._config.hang_s - self.worker.silent_s)
             if wait_s <= 0:
                 return False
-        return await self.alignments.join(end, self._config.hang_s)
+        return await self.calls.join(end, self._config.hang_s)
 
     def _deliver(self, events: list[Event]) -> None:
         for generation, token_ids, outcome in events:
@@ -155,7 +155,7 @@ class Served:
             self.end(generation, outcome)
         elif outcome is not None and generation.request.config.replace_unknowns:
             compute = partial(_answers, generation, outcome)
-            self.alignments.submit(compute).add_done_callback(partial(self._take_aligned, generation, outcome))
+            self.calls.submit(compute).add_done_callback(partial(self._take_aligned, generation, outcome))
         elif outcome is not None:
             self._answer(generation, outcome, generation.answers(outcome))
         elif generation.is_behind:
@@ -233,13 +233,16 @@ def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Any], None]) -> 
 def prepare(model: Model, slots: int) -> None:
     """Warm a model up with one row and with all slots, and check its recorded texts."""
     spec, tokenizer = model.spec, model.tokenizer
-    if not spec.has_decoder:
-        raise errors.InputError("the bundle is encoder-only and generates no text; use tfexport embed")
     source = [spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0]
+    if not spec.has_decoder:
+        warm_up(model.session, slots, 1)
+        if tokenizer:
+            check_texts(tokenizer)
+        return
     num_tokens = min(WARM_UP_TOKENS, spec.max_target_length)
-    warm_up = DecodeConfig(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
+    config = DecodeConfig(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
     for rows in (1, slots):
-        decode(model.session, [source] * rows, warm_up, batch_size=rows)
+        decode(model.session, [source] * rows, config, batch_size=rows)
     if not tokenizer or not tokenizer.text.samples:
         return
     check_texts(tokenizer)

@@ -30,7 +30,7 @@ def build_app(
     app = FastAPI(
         title="tfexport",
         version=version("tfexport"),
-        description="Encoder-decoder models over the Open Inference Protocol.",
+        description="Transformers over the Open Inference Protocol.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -41,8 +41,7 @@ def build_app(
     app.add_middleware(Timeouts, config=config)
     app.state.service = Service(engines, config, metrics)
     v2.add_routes(app, has_statistics=metrics is not None, has_metrics=metrics is not None and config.metrics)
-    if config.completions:
-        openai.add_routes(app)
+    openai.add_routes(app, has_completions=config.completions)
     if config.translate:
         translate.add_routes(app)
     if config.ui:

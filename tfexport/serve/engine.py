@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from tfexport.decode.align import Alignment
 from tfexport.decode.request import check_requests
@@ -20,11 +21,13 @@ from tfexport.generation import DecodeConfig
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.model.result import NO_COPIES_IN_STREAMS, Result, check_copies, result_of, with_copies
+from tfexport.runtime.session import Floats
 from tfexport.serve._generation import AnyGeneration, Generation, num_rows
 from tfexport.serve._served import MAX_WAITING, Served, outcome_of, prepare
 from tfexport.serve.config import MAX_S, ServingConfig
 from tfexport.serve.observer import Observer, guarded
 
+T = TypeVar("T")
 State = Literal["starting", "ready", "draining", "failed", "stopped"]
 
 
@@ -183,7 +186,7 @@ class Engine:
                 if stream:
                     raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
                 check_copies(model.session, tokenizer)
-                self._current.alignments.check_room(self.config.max_waiting)
+                self._current.calls.check_room(self.config.max_waiting)
             (source,) = tokenizer.encode([text])
             prefix_ids, num_fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
 
@@ -241,20 +244,47 @@ class Engine:
         concurrently with the running batches.
         """
         start = time.monotonic()
+        compute = partial(_align, source=source, target=target)
+        alignment = await self._call(compute, timeout_s, MAX_WAITING, ("alignments", "the alignment"))
+        self._observer.aligned(time.monotonic() - start)
+        return alignment
+
+    async def embed(
+        self, texts: Sequence[str] | Sequence[Sequence[int]], *, timeout_s: float | None = None
+    ) -> tuple[Floats, int]:
+        """Embed texts or token ids as `Model.embed` does; also return the number of tokens.
+
+        An encoder-only bundle encodes one call at a time.
+        """
+        start, cancel = time.monotonic(), threading.Event()
+
+        def compute(model: Model) -> tuple[Floats, int]:
+            sources = model.source_ids(texts)
+            self._observer.joined(time.monotonic() - start, num_tokens := sum(map(len, sources)))
+            return model.embed(sources, cancel=cancel), num_tokens
+
+        try:
+            found = await self._call(compute, timeout_s, self.config.max_waiting, ("requests", "the answer"))
+        finally:
+            cancel.set()
+        self._observer.ended("ok", "", time.monotonic() - start, 0, None)
+        return found
+
+    async def _call(
+        self, compute: Callable[[Model], T], timeout_s: float | None, max_waiting: int, names: tuple[str, str]
+    ) -> T:
         with self._refusals():
             self._check_loop()
             raise_all(InputError, "request", _time_problems(timeout_s))
             served, limit_s = self._current, self._limit_s(timeout_s)
             served.worker.waiting.check_open()
-            served.alignments.check_room(MAX_WAITING)
+            served.calls.check_room(max_waiting, names[0])
             try:
                 async with asyncio.timeout(None if limit_s == math.inf else limit_s):
-                    alignment = await served.alignments.submit(partial(_align, served.model, source, target))
+                    return await served.calls.submit(partial(compute, served.model))
             except TimeoutError:
-                problem = f"the time limit of {limit_s:.3g} s was exceeded before the alignment"
+                problem = f"the time limit of {limit_s:.3g} s was exceeded before {names[1]}"
                 raise DeadlineExceeded(f"{problem}; try again later") from None
-        self._observer.aligned(time.monotonic() - start)
-        return alignment
 
     @property
     def _all_served(self) -> list[Served]:

@@ -31,7 +31,7 @@ VERSION = "1"  # bundles have no versions; this is for clients that require one
 RETRY_AFTER_S = 1  # default of the Retry-After header
 CLIENT_CLOSED_REQUEST = 499  # as in nginx's log; nobody receives it
 JSON_LENGTH = "Inference-Header-Content-Length"  # in bytes; the binary tensors follow
-OPENAI = ("/v1/completions", "/v1/models")
+OPENAI = ("/v1/completions", "/v1/embeddings", "/v1/models")
 _STATUS: dict[Outcome, int] = {
     "invalid": 400,
     "queue_full": 429,

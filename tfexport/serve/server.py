@@ -249,10 +249,12 @@ def _warn_of_threads(engines: Collection[Engine]) -> None:
 def _model_line(name: str, engine: Engine) -> str:
     spec, session, threads = engine.model.spec, engine.model.session, engine.model.threads
     used = f", {threads.decoder} thread{'s' * (threads.decoder > 1)}" if threads else ""
-    return (
-        f"{name}: {spec.layers} decoder layers of {spec.d_model}, {session.accuracy} on {session.backend}{used}, "
-        f"{engine.slots} slots; up to {spec.max_source_length} source and {spec.max_target_length} target tokens"
-    )
+    kind, limits = f"{spec.layers} decoder layers of", f"and {spec.max_target_length} target tokens"
+    slots = f", {engine.slots} slots"
+    if not spec.has_decoder:
+        kind, limits, slots = "encoder of width", "tokens", ""
+    runs = f"{session.accuracy} on {session.backend}{used}{slots}"
+    return f"{name}: {kind} {spec.d_model}, {runs}; up to {spec.max_source_length} source {limits}"
 
 
 def _warn_of_network(config: ServerConfig) -> None:
@@ -265,11 +267,13 @@ def _warn_of_network(config: ServerConfig) -> None:
 
 def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
     name, engine = next(iter(engines.items()))
-    tokenizer = engine.model.tokenizer
+    tokenizer, path = engine.model.tokenizer, f"/v2/models/{name}/generate"
     body: dict[str, object] = {"input_ids": [1, 2, 3]}
     if tokenizer is not None:
         body = {"text_input": tokenizer.text.samples[0].text if tokenizer.text.samples else "Hello"}
-    command = shlex.join(["curl", f"{url}/v2/models/{name}/generate", "-H", "Content-Type: application/json"])
+    if not engine.model.spec.has_decoder:
+        path, body = "/v1/embeddings", {"model": name, "input": next(iter(body.values()))}
+    command = shlex.join(["curl", url + path, "-H", "Content-Type: application/json"])
     if config.token_file:
         command += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(config.token_file))})"'
     return printable(f"  {command} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}")

@@ -1,7 +1,9 @@
-"""Serve `/v1/completions` of the OpenAI API, for load generators."""
+"""Serve `/v1/completions` and `/v1/embeddings` of the OpenAI API."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -13,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from tfexport.decode.result import FinishReason
 from tfexport.model.result import Result
-from tfexport.serve._schemas import Completion
+from tfexport.serve._schemas import Completion, Embeddings
 from tfexport.serve.http import EventStream, RequestError, answers_of, event, service_of
 from tfexport.serve.inference import DECODING, Submitted, arguments, submit, submit_all
 
@@ -48,6 +50,28 @@ async def completions(request: Request, data: Completion) -> Response:
     answers = [answer for each in await answers_of(request, generations) for answer in each]
     choices = [_choice(index, answer.text, answer.finish_reason) for index, answer in enumerate(answers)]
     return JSONResponse(head | {"choices": choices, "usage": _usage(generations, answers)})
+
+
+async def embeddings(request: Request, data: Embeddings) -> Response:
+    """Embed texts or token ids with an encoder-only bundle."""
+    service = service_of(request)
+    name = service.model_name(data.model)
+    with service.count_refusals(name):
+        service.check_number("inputs", len(data.sources))
+    engine = service.loaded_engine(name)
+    vectors, num_tokens = await engine.embed(data.sources, timeout_s=service.config.max_timeout_s)
+
+    def response() -> Response:
+        if data.encoding_format == "base64":
+            encoded: list[Any] = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        else:
+            encoded = vectors.tolist()
+        items = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(encoded)]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return JSONResponse({"object": "list", "data": items, "model": name, "usage": usage})
+
+    # Encoding many numbers as JSON would block the event loop.
+    return await asyncio.to_thread(response)
 
 
 async def models(request: Request) -> Response:
@@ -87,7 +111,9 @@ def _usage(generations: Sequence[Submitted], answers: Sequence[Result]) -> dict[
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def add_routes(app: FastAPI) -> None:
+def add_routes(app: FastAPI, *, has_completions: bool) -> None:
     """Add the endpoints."""
-    app.add_api_route("/v1/completions", completions, methods=["POST"])
+    if has_completions:
+        app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
     app.add_api_route("/v1/models", models)

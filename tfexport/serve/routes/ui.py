@@ -86,7 +86,9 @@ def _facts(engine: Engine) -> dict[str, str]:
     contents = model.manifest.files if model.manifest else {}
     weights = sum(contents[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in contents)
     facts = {
-        "Model": f"{spec.layers} decoder layers, width {spec.d_model}, {spec.heads} heads",
+        "Model": f"{spec.layers} decoder layers, width {spec.d_model}, {spec.heads} heads"
+        if spec.has_decoder
+        else f"encoder-only, width {spec.d_model}",
         "Weights": f"{weights / 1e6:,.1f} MB, {session.accuracy}",
         "Vocabulary": f"{spec.vocab:,}",
         "Maximum source": f"{spec.max_source_length:,} tokens",

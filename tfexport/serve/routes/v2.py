@@ -54,6 +54,7 @@ async def model(request: Request, name: str) -> Response:
     inputs = {"text_input": ("BYTES", 1)} if model.tokenizer else {}
     inputs |= {"input_ids": ("INT64", 2), "input_lengths": ("INT64", 1)}
     outputs = {name: kind for name, kind in OUTPUTS.items() if model.tokenizer or name != "text_output"}
+    outputs = outputs if model.spec.has_decoder else {}
     limits = ("max_source_length", "max_target_length")
     proof = model.manifest.proof.to_dict() if model.manifest else {}
     return JSONResponse(
