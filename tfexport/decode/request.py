@@ -112,7 +112,7 @@ def check_requests(
 
 
 def check_sources(session: Session, subject: str, sources: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Check the sources of an encoder-only model; raises InputError as `check_requests`."""
+    """Check the sources of an encoder-only model, as `check_requests`."""
     values, problems, indices, found = listed_ids(subject, "sources", sources), list[str](), list[int](), []
     for index, value in enumerate(values):
         (source,), wrong = _lists(source=value)

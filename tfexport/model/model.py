@@ -328,7 +328,7 @@ class Model:
         batch_size: int = 32,
         cancel: threading.Event | None = None,
     ) -> Floats:
-        """Encode each text, or list of token ids, as one vector, with an encoder-only bundle.
+        """Encode each text, or token ids, as one vector, with an encoder-only bundle.
 
         - `pooling`: "mean" or "max" over the tokens, or "cls", the vector of the first one; None for the bundle's own.
         - `normalize`: divide each vector by its Euclidean norm.
@@ -352,7 +352,7 @@ class Model:
         return vectors
 
     def source_ids(self, texts: Iterable[str] | Iterable[Iterable[int]]) -> list[list[int]]:
-        """Return the token ids that `embed` reads; raises InputError with every invalid text."""
+        """Return the ids that `embed` reads; raise InputError with every invalid text."""
         if self.spec.has_decoder:
             raise InputError("embed: this bundle is not encoder-only and returns no vectors; use generate")
         values = _texts("texts", texts)

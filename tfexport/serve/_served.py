@@ -43,7 +43,7 @@ _OUTCOMES: dict[type[BaseException], Outcome] = {
 
 
 class Calls:
-    """Run alignments and encoders one at a time on a thread; used on one event loop only."""
+    """Run alignments and encoders one at a time; used on one event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-calls")

@@ -252,7 +252,7 @@ class Engine:
     async def embed(
         self, texts: Sequence[str] | Sequence[Sequence[int]], *, timeout_s: float | None = None
     ) -> tuple[Floats, int]:
-        """Embed texts or token ids as `Model.embed` does; also return the number of tokens.
+        """Embed texts or token ids as `Model.embed`; also return the number of tokens.
 
         An encoder-only bundle encodes one call at a time.
         """
