@@ -78,6 +78,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "align": {"texts": [TEXT], "targets": ["1989"]},
     "align_ids": {"sources": [[5, 6]], "targets": [[7]]},
     "embed": {"texts": [TEXT]},
+    "source_ids": {"texts": [TEXT]},
     "decoding": {},
 }
 
@@ -213,7 +214,7 @@ def test_texts_pairs_and_prefixes_are_read_once(model: Model) -> None:
         ("stream", {"text": [TEXT]}, "is list, expected a text"),
         ("score", {"add_eos": "no"}, "add_eos is 'no', expected True or False"),
         ("score_ids", {"targets": 5}, "targets is 5, expected a list of lists of token ids"),
-        ("embed", {"pooling": ["mean"]}, "pooling is ['mean'], expected one of 'mean', 'cls'"),
+        ("embed", {"pooling": ["mean"]}, "pooling is ['mean'], expected one of None, 'mean', 'cls', 'max'"),
     ],
 )  # fmt: skip
 def test_errors_name_the_expected_type(model: Model, method: str, given: dict[str, Any], problem: str) -> None:
