@@ -162,8 +162,9 @@ def _certificate(path: Path) -> dict[str, Any] | None:
 
 def _proof(certificate: Mapping[str, Any] | None) -> Proof:
     """Return the proof of an import; certificates of earlier versions have no status."""
-    is_proven = certificate is not None and certificate["proven"]
-    return proof_of(True if is_proven else None, REFERENCE)
+    if certificate is None or not certificate["proven"]:
+        return proof_of(None, None)
+    return proof_of(True, str(certificate.get("author", REFERENCE)))
 
 
 def _inspect_graph(path: Path) -> dict[str, Any]:

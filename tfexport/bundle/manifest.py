@@ -78,6 +78,7 @@ class Provenance(Config, subject="provenance"):
     status: Status | None = None  # None in bundles of earlier versions, see `Manifest.proof`
     proof: str | None = None  # the sentence that explains the status
     proven: bool = False  # whether the eager model computes what the author's code computes
+    author: str = REFERENCE  # the outputs of the author's code that it was compared with
     layout: str | None = None  # name of the checkpoint layout; None if the weights were not imported
     layout_sha256: Sha256 | None = None  # of layout.yaml; None if the model directory has none
     certificate_sha256: Sha256 | None = None  # of certificate.json; None if the weights were not imported
@@ -85,8 +86,9 @@ class Provenance(Config, subject="provenance"):
     def _problems(self) -> Iterator[str]:
         if not (self.layout or "").isprintable():
             yield f"layout is {shortened(self.layout)}, expected a name in one line"
-        if not (self.proof or "").isprintable():
-            yield f"proof is {shortened(self.proof)}, expected a sentence in one line"
+        for name in ("proof", "author"):
+            if not (getattr(self, name) or "").isprintable():
+                yield f"{name} is {shortened(getattr(self, name))}, expected a sentence in one line"
 
 
 class ModuleEntry(Config, subject="module"):
@@ -121,7 +123,7 @@ class Draft(Config, subject=MANIFEST):
         """The outputs of the author's code that the eager model agrees with, or None."""
         if self.module is not None:
             return MODULE
-        return REFERENCE if self.provenance and self.provenance.proven else None
+        return self.provenance.author if self.provenance and self.provenance.proven else None
 
 
 class Manifest(Draft, subject=MANIFEST):

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 Status = Literal["proven", "consistent", "unproven"]
 REFERENCE, MODULE = "reference outputs of the author's code", "the author's own module"
+HUGGING_FACE = "Hugging Face's own code"
 
 
 class Proof(NamedTuple):

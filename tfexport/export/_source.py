@@ -54,7 +54,7 @@ class Source:
         """The outputs of the author's code that the model agrees with, or None."""
         if self.module is not None:
             return MODULE
-        return REFERENCE if self.provenance.proven else None
+        return self.provenance.author if self.provenance.proven else None
 
 
 def open_source(source: str | OwnModule, config: ExportConfig, report: Report) -> Source:
@@ -106,6 +106,7 @@ def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance]:
     facts = {
         "layout": found["layout"],
         "proven": found["proven"],
+        "author": found.get("author", REFERENCE),
         "certificate_sha256": _sha256(path),
         "layout_sha256": _sha256(layout) if layout.is_file() else None,
     }

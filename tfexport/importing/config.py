@@ -18,6 +18,7 @@ class ImportConfig(Config, subject="import"):
     target_prefix: Annotated[tuple[TokenId, ...], Help("Ids after the start token that begin every target.")] = ()
     source_language: Annotated[str | None, Help("Language of the sources, as the tokenizer names it.")] = None
     target_language: Annotated[str | None, Help("Language of the outputs, unless a call names another.")] = None
+    compare: Annotated[bool, Help("Compare a Hugging Face directory with transformers, if that is installed.")] = True
     builtin: Annotated[bool, Help("Let auto choose a built-in layout.")] = True
     # Four times the most that any recorded model has needed.
     search_budget: Annotated[Size, Help("Most candidates that auto runs, each a mapping and values of switches.")] = (

@@ -13,7 +13,6 @@ from pathlib import Path
 from torch import Tensor
 
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
-from tfexport.bundle.status import REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
@@ -35,6 +34,7 @@ from tfexport.importing.huggingface import (
     with_base,
 )
 from tfexport.importing.huggingface.generation import read_generation
+from tfexport.importing.huggingface.own_code import prove
 from tfexport.importing.huggingface.tokenizer import tokenizer_names
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
 from tfexport.importing.layout.layout import SIDES, Layout, builtin_layouts, override, render_layout
@@ -69,7 +69,7 @@ class Imported:
         lengths = f"up to {proof.source_tokens} source"
         lengths += f" and {proof.target_tokens} target tokens" if self.config.decoder else " tokens"
         error = f"error {proof.error:.1e}, at most {proof.tolerance:.0e}"
-        return f"{kind}, layout {self.layout.name}, proven: {error}, compared with {REFERENCE} {lengths}"
+        return f"{kind}, layout {self.layout.name}, proven: {error}, compared with {proof.author} {lengths}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ def import_checkpoint(
         certificate = _certified(layout, proof, partial(on_progress, "certifying"))
         canonical, notes = task.apply(layout)
         own_notes, has_own_weights = task.compare_own_weights(layout, canonical)
+        if proof is None:
+            certificate, own_notes = task.compare_with_transformers(layout, canonical, certificate)
     text = task.text(tokenizer, target_tokenizer, model_spec(canonical.config, "fp32"), has_own_weights=has_own_weights)
     defaults, generation_notes = task.generation(canonical.config, text.generation)
     certificate = replace(
@@ -245,7 +247,7 @@ class _Import:
                     "record reference outputs with its code and give --reference, see docs/guides/hugging-face.md"
                 )
             self.report(f"config.json: there is no layout for {model_type}; only its tokens are used")
-            return None, read_tokens(Reader(hf), generation, ())
+            return None, read_tokens(Reader(hf, {}), generation, ())
         if layout not in ("auto", family.layout(hf)):
             return None, {}
         self.report(f"config.json: the layout is {family.layout(hf)}")
@@ -370,10 +372,7 @@ class _Import:
         Returns notes, and whether there are such outputs.
         """
         proof = self.proof
-        if proof is None:
-            return ["the import is not proven: there are no reference outputs"], False
-        reference = proof.reference.with_real_weights()
-        if reference is None:
+        if proof is None or (reference := proof.reference.with_real_weights()) is None:
             return [], False
         found, wanted = compare(canonical, reference), max(tolerance(reference, layout.baseline), _ROUNDED)
         if found.passed(wanted):
@@ -384,6 +383,18 @@ class _Import:
             subject=next(iter(self.checkpoint.files)),
             remedy="record again with this checkpoint loaded, or give the layout.yaml of the proven import as --layout",
         )
+
+    def compare_with_transformers(
+        self, layout: Layout, canonical: Canonical, certificate: Certificate
+    ) -> tuple[Certificate, list[str]]:
+        """Compare a Hugging Face directory without reference outputs; also return a note if that is not possible."""
+        reason = "there are no reference outputs"
+        if self.family and self.config.compare:
+            try:
+                return prove(self.path, self.hf_config or {}, layout, canonical), []
+            except BackendError as error:
+                reason += f", and it was not compared with transformers: {error}"
+        return certificate, [f"the import is not proven: {reason}"]
 
     def text(self, source: Path | None, target: Path | None, spec: ModelSpec, *, has_own_weights: bool) -> ImportedText:
         config, is_directory = self.config, self.hf_config is not None

@@ -99,7 +99,8 @@ def assert_same_texts(ours: Transformer, theirs: Any) -> None:
 def test_a_published_directory_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     """Compare logits, and texts generated with the defaults in its config.json from six random sources."""
     published.write(tmp_path / "hf", name)
-    _, ours = imported(tmp_path)
+    found, ours = imported(tmp_path)
+    assert found.certificate.proven
     theirs = published.load(tmp_path / "hf")
     assert_same_logits(ours, theirs)
     path = tmp_path / "model" / "generation.json"
@@ -114,8 +115,8 @@ def test_a_published_directory_says_what_transformers_says(name: str, tmp_path: 
             for row in sources
         ]
     config = defaults.overridden({"suppress_tokens": (tokens.pad,), **limit})
-    found = decode(EagerSession(ours), sources.tolist(), config)
-    assert [list(best.token_ids) for (best, *_) in found] == rows
+    outputs = decode(EagerSession(ours), sources.tolist(), config)
+    assert [list(best.token_ids) for (best, *_) in outputs] == rows
 
 
 def test_transformers_5_scales_what_the_config_of_umt5_does_not(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ To add families, add a module with a list `FAMILIES`, and a layout if no built-i
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -44,16 +45,17 @@ _BIAS = "final_logits_bias"
 class Reader:
     """Read values of a config.json and collect every problem."""
 
-    def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
-        self.config, self.prefix = config, prefix
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+        self.config: Mapping[str, Any] = {**defaults, **config}
+        self.given, self.prefix = config, prefix
         self.problems: list[str] = []
 
-    def side(self, name: str) -> Reader:
+    def side(self, name: str, defaults: Mapping[str, Any]) -> Reader:
         """Return a reader of a nested configuration."""
         value = self.config.get(name)
         if not isinstance(value, dict):
             self.problems.append(f"{name} is {shortened(value)}, expected its configuration")
-        return Reader(value if isinstance(value, dict) else {}, f"{name}.")
+        return Reader(value if isinstance(value, dict) else {}, defaults, f"{name}.")
 
     def whole(self, name: str) -> int:
         """Return a non-negative integer, or record a problem and return 0."""
@@ -65,9 +67,16 @@ class Reader:
 
     def check_layers(self, name: str, side: str, keys: Iterable[str]) -> None:
         """Compare a number of layers with the keys of the weights."""
-        layers = {found[1] for key in keys if (found := re.search(rf"(?:^|\.){side}\.(?:layers|block)\.(\d+)\.", key))}
-        if name in self.config and (count := self.whole(name)) != len(layers):
-            self.problems.append(f"{self.prefix}{name} is {count}, but the weights have {len(layers)} {side} layers")
+        layer = re.compile(rf"(?:^|\.){side}\.(?:layers|block)\.(\d+)\.")
+        layers, count = {int(found[1]) for key in keys if (found := layer.search(key))}, self.whole(name)
+        missing = next(number for number in itertools.count() if number not in layers)
+        unused = sorted(number for number in layers if number >= count)
+        if unused or missing < count:
+            source = "" if name in self.given else " by default"
+            effect = f"layers {unused[0]} to {unused[-1]} are unused" if unused else f"layer {missing} is missing"
+            self.problems.append(
+                f"{self.prefix}{name} is {count}{source}, but the weights have {len(layers)} {side} layers: {effect}"
+            )
 
     def activation(self, name: str, value: object) -> dict[str, Value]:
         """Return the switch for the activation `value` of the option `name`."""
@@ -85,6 +94,7 @@ class Family:
     layout: Callable[[Mapping[str, Any]], str]  # name of the built-in layout for a config.json
     settings: Callable[[Reader, Collection[str]], dict[str, Value]]  # reads switches, also from the keys of weights
     tokenizers: tuple[str, ...]  # class names in transformers; a directory may name none, then the first one
+    defaults: Mapping[str, Any]  # values that a config.json may leave out
     base: str = "model."  # prefix of the weights, missing in files of the model without its head
     head: str = "lm_head.weight"
     is_tied: bool = False  # the head may be missing, regardless of config.json
@@ -116,7 +126,7 @@ def read_settings(
     own_settings: Collection[str] = (),
 ) -> dict[str, Value]:
     """Read a config.json as settings; `own_settings` of the user replace its tokens."""
-    reader = Reader(config)
+    reader = Reader(config, family.defaults)
     found = family.settings(reader, keys) | read_tokens(reader, generation, own_settings)
     raise_all(CheckpointError, "config.json", reader.problems)
     return found

@@ -23,15 +23,24 @@ _UNREAD = (
     *("extra_pos_embeddings", "layernorm_variant", "normalize_before", "normalize_embedding"),
     "static_position_embeddings",
 )
+# Values of transformers for keys that a config.json leaves out.
+_DEFAULTS: dict[str, Any] = {"activation_function": "gelu", "scale_embedding": False, "max_position_embeddings": 1024}
+_DEFAULTS |= {"encoder_layers": 12, "encoder_attention_heads": 16, "decoder_layers": 12, "decoder_attention_heads": 16}
+_BLENDERBOT = {"encoder_layers": 2, "encoder_attention_heads": 32, "decoder_layers": 24, "decoder_attention_heads": 32}
+_BLENDERBOT |= {"max_position_embeddings": 128}
+_SCALED_RELU = {"activation_function": "relu", "scale_embedding": True}
 _UNUSED = ("model.*coder.version", "model.*coder.embed_positions.weights")
 _M2M100 = ("M2M100Tokenizer", "NllbTokenizer")
 _MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
 
 
-def _family(model_type: str, *tokenizers: str, **more: Any) -> Family:
-    """Return a family with BART's config.json and a layout named after its type."""
-    layout = f"hf_{model_type}"
-    return Family(model_type, lambda _: layout, _settings, tokenizers, unread=_UNREAD, unused=_UNUSED, **more)
+def _family(
+    model_type: str, *tokenizers: str, layout: str = "", defaults: Mapping[str, Any] | None = None, **more: Any
+) -> Family:
+    """Return a family with BART's config.json and, by default, a layout named after its type."""
+    layout = layout or f"hf_{model_type}"
+    both = {**_DEFAULTS, **(defaults or {})}
+    return Family(model_type, lambda _: layout, _settings, tokenizers, both, unread=_UNREAD, unused=_UNUSED, **more)
 
 
 def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
@@ -42,8 +51,7 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
         "embedding_scale": "sqrt(d_model)" if config.get("scale_embedding") else 1.0,
         "num_heads": reader.whole("encoder_attention_heads"),
     }
-    if "activation_function" in config:
-        found |= reader.activation("activation_function", config["activation_function"])
+    found |= reader.activation("activation_function", config["activation_function"])
     if config.get("decoder_attention_heads") != found["num_heads"]:
         found["dec.num_heads"] = reader.whole("decoder_attention_heads")
     if not any(key.endswith("encoder.embed_positions.weight") for key in keys):
@@ -119,7 +127,9 @@ FAMILIES = (
     _family("bart", "BartTokenizer"),
     _family("mbart", "MBartTokenizer", "MBart50Tokenizer"),
     _family("pegasus", "PegasusTokenizer"),
-    _family("blenderbot", "BlenderbotTokenizer"),
-    _family("m2m_100", *_M2M100, convert=_convert_m2m100, tokenizer_files=(SPM_BPE, "vocab.json")),
+    _family("blenderbot", "BlenderbotTokenizer", defaults=_BLENDERBOT),
+    _family(
+        "m2m_100", *_M2M100, defaults=_SCALED_RELU, convert=_convert_m2m100, tokenizer_files=(SPM_BPE, "vocab.json")
+    ),
     _family("marian", "MarianTokenizer", convert=_convert_marian, tokenizer_files=_MARIAN_FILES),
 )

@@ -9,6 +9,9 @@ from tfexport.importing.huggingface import Family, Reader
 from tfexport.nn.switches import Value
 
 _LENGTH = 512  # T5 has no maximum length; it was trained with this one
+_DEFAULTS = {"num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu", "layer_norm_epsilon": 1e-6}
+_DEFAULTS |= {"relative_attention_max_distance": 128}
+_DEFAULTS_OF_MT5 = {**_DEFAULTS, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"}
 _UNUSED = ("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 
@@ -23,14 +26,14 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     # transformers 5 writes.
     tied = config.get("tie_word_embeddings", True) and config["model_type"] != "mt5"
     scaled = config.get("scale_decoder_outputs", tied)
-    feed_forward = str(config.get("feed_forward_proj", "relu"))
+    feed_forward = str(config["feed_forward_proj"])
     # gated-gelu uses the tanh approximation, regardless of dense_act_fn in older files.
     activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.removeprefix("gated-")
     return {
         **reader.activation("feed_forward_proj", activation),
-        "norm_eps": config.get("layer_norm_epsilon", 1e-6),
+        "norm_eps": config["layer_norm_epsilon"],
         "num_heads": reader.whole("num_heads"),
-        "relative_max_distance": config.get("relative_attention_max_distance", 128),
+        "relative_max_distance": config["relative_attention_max_distance"],
         "logit_scale": "d_model ** -0.5" if scaled else 1.0,
         "max_length": reader.whole("n_positions") if "n_positions" in config else _LENGTH,
     }
@@ -41,7 +44,8 @@ def _layout(config: Mapping[str, Any]) -> str:
 
 
 def _family(model_type: str, layout: Callable[[Mapping[str, Any]], str]) -> Family:
-    return Family(model_type, layout, _settings, ("T5Tokenizer",), base="", is_tied=True, unused=_UNUSED)
+    defaults = _DEFAULTS if model_type == "t5" else _DEFAULTS_OF_MT5
+    return Family(model_type, layout, _settings, ("T5Tokenizer",), defaults, base="", is_tied=True, unused=_UNUSED)
 
 
 FAMILIES = (_family("t5", _layout), _family("mt5", _layout), _family("umt5", lambda _: "hf_umt5"))

@@ -13,10 +13,13 @@ _SHARED = (
     *("attn_logit_softcapping", "hidden_activation", "hidden_size", "query_pre_attn_scalar", "rms_norm_eps"),
     *("rope_parameters", "rope_scaling", "rope_theta"),
 )
+_DEFAULTS = {"num_hidden_layers": 26, "num_attention_heads": 8, "hidden_activation": "gelu_pytorch_tanh"}
+_DEFAULTS |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_DEFAULTS |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "max_position_embeddings": 8192}
 
 
 def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
-    encoder, decoder = reader.side("encoder"), reader.side("decoder")
+    encoder, decoder = reader.side("encoder", _DEFAULTS), reader.side("decoder", _DEFAULTS)
     encoder.check_layers("num_hidden_layers", "encoder", keys)
     decoder.check_layers("num_hidden_layers", "decoder", keys)
     for name in _SHARED:
@@ -28,14 +31,14 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     if reader.config.get("is_encoder_decoder") is False:
         reader.problems.append("is_encoder_decoder is False, expected a decoder too")
     found: dict[str, Value] = {
-        **encoder.activation("hidden_activation", encoder.config.get("hidden_activation")),
+        **encoder.activation("hidden_activation", encoder.config["hidden_activation"]),
         "num_heads": encoder.whole("num_attention_heads"),
         "dec.num_heads": decoder.whole("num_attention_heads"),
-        "norm_eps": encoder.config.get("rms_norm_eps", 1e-6),
+        "norm_eps": encoder.config["rms_norm_eps"],
         "rotary_base": _rotary_base(encoder),
         "attention_scale": max(encoder.whole("query_pre_attn_scalar"), 1) ** -0.5,
-        "attention_softcap": encoder.config.get("attn_logit_softcapping") or 0.0,
-        "logit_softcap": decoder.config.get("final_logit_softcapping") or 0.0,
+        "attention_softcap": encoder.config["attn_logit_softcapping"] or 0.0,
+        "logit_softcap": decoder.config["final_logit_softcapping"] or 0.0,
         "max_length": min(_longest(encoder), _longest(decoder)),
     }
     reader.problems += [*encoder.problems, *decoder.problems]
@@ -61,4 +64,6 @@ def _longest(reader: Reader) -> int:
     return min(length, reader.whole("sliding_window")) if "sliding_attention" in kinds else length
 
 
-FAMILIES = (Family("t5gemma", lambda _: "hf_t5gemma", _settings, ("GemmaTokenizer",), head="lm_head.out_proj.weight"),)
+FAMILIES = (
+    Family("t5gemma", lambda _: "hf_t5gemma", _settings, ("GemmaTokenizer",), {}, head="lm_head.out_proj.weight"),
+)

@@ -120,7 +120,7 @@ def need_transformers(path: Path) -> Any:
         import transformers
     except ImportError as error:
         command = install_command("transformers")
-        raise BackendError(f"tokenizer {path}: transformers converts it to {TOKENIZER}; run: {command}") from error
+        raise BackendError(f"{path}: needs the package transformers; run: {command}") from error
     return transformers
 
 

@@ -60,6 +60,7 @@ class Certificate:
     proven: bool  # the model reproduces the reference outputs
     error: float | None = None  # largest difference, relative to the largest absolute value
     tolerance: float | None = None
+    author: str = REFERENCE  # what the outputs were compared with
     rows: int = 0  # of the reference batch
     source_tokens: int = 0  # length of the longest source that was compared
     target_tokens: int = 0
@@ -75,7 +76,7 @@ class Certificate:
     @property
     def proof(self) -> Proof:
         """What the outputs were compared with."""
-        return proof_of(None if self.error is None else self.proven, REFERENCE)
+        return proof_of(None if self.error is None else self.proven, self.author)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the certificate as JSON values, with two digits of each error."""
@@ -137,7 +138,7 @@ def certify(
         if not changed.error >= blind
     ]
     unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
-    unverified += _uncompared(canonical.config, source_tokens, target_tokens)
+    unverified += uncompared(canonical.config, source_tokens, target_tokens)
     lines = {}
     for use in canonical.lines:
         errors = [tensors.get(_kind(name), 0.0) for name in use.targets]
@@ -156,7 +157,8 @@ def certify(
     )
 
 
-def _uncompared(config: TransformerConfig, source_tokens: int, target_tokens: int) -> list[str]:
+def uncompared(config: TransformerConfig, source_tokens: int, target_tokens: int) -> list[str]:
+    """List the sides that were compared with shorter texts than the model accepts."""
     sides = (("source", config.max_source_length, source_tokens), ("target", config.max_target_length, target_tokens))
     return [
         f"{side} length: compared up to {compared} tokens, the model accepts {most}"

@@ -85,7 +85,7 @@ def record_rows(
         ids = [side.draw((1, length), generator) for side, length in zip(sides, lengths, strict=True)]
         if first_target is not None and len(ids) > 1:
             ids[1][:, 0] = first_target
-        return _run_row(run, ids)
+        return run_row(run, ids)
 
     short = [side.short for side in sides]
     singles = []
@@ -130,7 +130,7 @@ def read_rows(tensors: Mapping[str, Tensor]) -> tuple[LongRow, ...]:
     return tuple(LongRow(**parts[number]) for number in sorted(parts, key=int))
 
 
-def _run_row(run: Run, ids: Sequence[Tensor]) -> LongRow | None:
+def run_row(run: Run, ids: Sequence[Tensor]) -> LongRow | None:
     """Return a row with its outputs, or None if the model refuses its length."""
     try:
         outputs = run(*ids)

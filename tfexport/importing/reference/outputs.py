@@ -189,10 +189,10 @@ def record_reference(
     pad_source = pad_source or 0
     pad_target = pad_source if pad_target is None else pad_target
     generator = torch.Generator().manual_seed(seed)
-    source_ids, source_mask = _batch(source_vocab, source_len, pad_source, generator)
+    source_ids, source_mask = draw_batch(source_vocab, source_len, pad_source, generator)
     inputs = {"source_ids": source_ids, "source_mask": source_mask}
     if target_vocab is not None:
-        inputs["target_ids"], inputs["target_mask"] = _batch(target_vocab, target_len, pad_target, generator)
+        inputs["target_ids"], inputs["target_mask"] = draw_batch(target_vocab, target_len, pad_target, generator)
     original = Original(forward, encode, inputs, target_vocab)
     randomized, own = copied(model), copied(model)
     randomize(randomized, generator)
@@ -278,7 +278,7 @@ def _tokens(pad: int | None, start: int | None, end: int | None, texts: Recorded
     return {name: value for name, value in (("pad", pad), ("start", start), ("eos", end)) if value is not None}
 
 
-def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw three rows of ids and their mask."""
     if vocab < 3 or length < 2 or not 0 <= pad < vocab:
         got = f"vocabulary {vocab}, length {length}, padding id {pad}"
