@@ -33,7 +33,7 @@ def test_the_status_names_transformers_up_to_the_bundle(tmp_path: Path) -> None:
     published.write(tmp_path / "hf", "opus-mt")
     found = import_checkpoint(tmp_path / "hf", tmp_path / "model").certificate
     assert found.proof.status == "proven"
-    assert transformers.__version__ in found.proof.sentence
+    assert found.author_version == f"transformers {transformers.__version__}"
     assert (found.source_tokens, found.target_tokens, found.unverified) == (24, 24, ())
     result = CliRunner().invoke(main, ["onnx", str(tmp_path / "model"), "--output", str(tmp_path / "bundle")])
     assert result.exit_code == 0, result.output

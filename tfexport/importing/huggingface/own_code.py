@@ -50,7 +50,6 @@ def prove(path: Path, hf_config: Mapping[str, Any], layout: Layout, canonical: C
             reference, texts, notes = _run(transformers, path, hf_config, layout, canonical.config)
     except Exception as error:
         raise BackendError(f"transformers cannot run it ({type(error).__name__}: {str(error)[:300]})") from error
-    author = f"{HUGGING_FACE} (transformers {transformers.__version__})"
     wanted, config = tolerance(reference), canonical.config
     comparator = Comparator(canonical, reference)
     found = comparator.compare(config)
@@ -59,7 +58,7 @@ def prove(path: Path, hf_config: Mapping[str, Any], layout: Layout, canonical: C
         problems = [f"{differs} of {len(texts)} greedy texts differ"]
     if problems:
         raise ParityError(
-            f"outputs differ from {author}: {'; '.join([*problems, *notes])}; expected an error of at most "
+            f"outputs differ from {HUGGING_FACE}: {'; '.join([*problems, *notes])}; expected an error of at most "
             f"{wanted:.0e}",
             subject=str(path),
             remedy="correct config.json or --set, or import it unproven with --no-compare",
@@ -68,7 +67,8 @@ def prove(path: Path, hf_config: Mapping[str, Any], layout: Layout, canonical: C
     return Certificate(
         layout=layout.name,
         proven=True,
-        author=author,
+        author=HUGGING_FACE,
+        author_version=f"transformers {transformers.__version__}",
         error=found.worst,
         tolerance=wanted,
         rows=len(reference.source_ids) + len(reference.long),

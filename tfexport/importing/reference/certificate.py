@@ -61,6 +61,7 @@ class Certificate:
     error: float | None = None  # largest difference, relative to the largest absolute value
     tolerance: float | None = None
     author: str = REFERENCE  # what the outputs were compared with
+    author_version: str | None = None  # of that code, as far as known
     rows: int = 0  # of the reference batch
     source_tokens: int = 0  # length of the longest source that was compared
     target_tokens: int = 0
