@@ -387,7 +387,7 @@ class _Import:
     def compare_with_transformers(
         self, layout: Layout, canonical: Canonical, certificate: Certificate
     ) -> tuple[Certificate, list[str]]:
-        """Compare a Hugging Face directory without reference outputs; also return a note if that is not possible."""
+        """Compare a Hugging Face directory; also return a note if it cannot be."""
         reason = "there are no reference outputs"
         if self.family and self.config.compare:
             try:

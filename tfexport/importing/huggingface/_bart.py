@@ -37,7 +37,7 @@ _MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
 def _family(
     model_type: str, *tokenizers: str, layout: str = "", defaults: Mapping[str, Any] | None = None, **more: Any
 ) -> Family:
-    """Return a family with BART's config.json and, by default, a layout named after its type."""
+    """Return a family with BART's config.json."""
     layout = layout or f"hf_{model_type}"
     both = {**_DEFAULTS, **(defaults or {})}
     return Family(model_type, lambda _: layout, _settings, tokenizers, both, unread=_UNREAD, unused=_UNUSED, **more)

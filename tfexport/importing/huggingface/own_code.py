@@ -1,4 +1,4 @@
-"""Compare the model of a Hugging Face directory with transformers itself, in float64."""
+"""Compare a Hugging Face directory with transformers itself, in float64."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def prove(path: Path, hf_config: Mapping[str, Any], layout: Layout, canonical: C
 def _run(
     transformers: Any, path: Path, hf_config: Mapping[str, Any], layout: Layout, config: TransformerConfig
 ) -> tuple[ReferenceOutputs, Tensor, list[str]]:
-    """Return outputs for random ids, greedy texts, and what transformers reports about the weights."""
+    """Return outputs for random ids, greedy texts, and notes about the weights."""
     model, loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         path,
         local_files_only=True,
