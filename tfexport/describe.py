@@ -31,7 +31,7 @@ from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults
 from tfexport.bundle.contents import stale_sources, unlisted_files
-from tfexport.bundle.manifest import read_sources
+from tfexport.bundle.manifest import changes_since_import, read_sources
 from tfexport.bundle.status import REFERENCE, Proof, proof_of
 from tfexport.contract import ALIGNMENT
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
@@ -155,6 +155,8 @@ def _certificate(path: Path) -> dict[str, Any] | None:
     is_whole = is_whole and isinstance(found.get("tensors", {}), dict)
     if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
         raise ConfigError(f"{path}: is not a valid import certificate; import the checkpoint again")
+    if changes := changes_since_import(found, path.parent):
+        found |= {"proven": False, "unverified": [*changes, *found["unverified"]]}
     files = read_sources(found.get("checkpoint", {}), f"{path}: checkpoint")
     checkpoint = {name: file.to_dict() for name, file in files.items()}
     return {**found, "checkpoint": checkpoint, **_proof(found).to_dict()}

@@ -5,10 +5,11 @@ import datetime
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any, Literal, Self
 
-from tfexport._io.names import MANIFEST, SIGNATURE, TOKENIZER
-from tfexport._io.sealed_directory import FileEntry
+from tfexport._io.names import CERTIFICATE, CONFIG, MANIFEST, MODEL_WEIGHTS, SIGNATURE, TOKENIZER
+from tfexport._io.sealed_directory import FileEntry, changed_problems
 from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.status import MODULE, REFERENCE, Proof, Status, proof_of
 from tfexport.config import Config, Sha256, read_as
@@ -252,6 +253,13 @@ def read_sources(value: object, name: str) -> dict[str, FileEntry]:
     files: dict[str, FileEntry] = read_as(Mapping[str, FileEntry], value, subject=name, place="files")
     raise_all(ConfigError, name, _name_problems("files", files))
     return files
+
+
+def changes_since_import(certificate: Mapping[str, Any], folder: Path) -> list[str]:
+    """List the files of a model directory that differ from those of its certificate."""
+    entries = read_sources(certificate.get("model", {}), f"{folder / CERTIFICATE}: model")
+    written = {name: entry for name, entry in entries.items() if name in (CONFIG, MODEL_WEIGHTS)}
+    return [f"{problem} after the import" for problem in changed_problems(folder, written)]
 
 
 def _name_problems(place: str, files: Mapping[str, FileEntry]) -> list[str]:

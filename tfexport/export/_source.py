@@ -13,7 +13,7 @@ from typing import Any
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import read_json, render
-from tfexport.bundle.manifest import ModuleEntry, Provenance, read_sources
+from tfexport.bundle.manifest import ModuleEntry, Provenance, changes_since_import, read_sources
 from tfexport.bundle.status import MODULE, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, raise_all
@@ -65,7 +65,7 @@ def open_source(source: str | OwnModule, config: ExportConfig, report: Report) -
         return _canonical(build_preset(source.removeprefix(PRESET), config.seed), config)
     if is_own_module(source):
         return _from_module(load_own_module(source), config, report)
-    return _from_directory(Path(source), config)
+    return _from_directory(Path(source), config, report)
 
 
 def _canonical(model: Transformer, config: ExportConfig) -> Source:
@@ -74,7 +74,7 @@ def _canonical(model: Transformer, config: ExportConfig) -> Source:
     return Source(model=EagerModel(model), spec=spec, config=model.config)
 
 
-def _from_directory(directory: Path, config: ExportConfig) -> Source:
+def _from_directory(directory: Path, config: ExportConfig, report: Report) -> Source:
     found = _canonical(load_model(directory), config)
     paths = {name: path for name in (TOKENIZER, TARGET_TOKENIZER) if os.path.lexists(path := directory / name)}
     files = {name: read_plain(path) for name, path in paths.items()}
@@ -90,11 +90,11 @@ def _from_directory(directory: Path, config: ExportConfig) -> Source:
         defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
         raise_all(ConfigError, str(path), defaults.token_problems(found.spec.vocab))
         files[GENERATION] = render(defaults.given())
-    checkpoint, provenance = _imported(directory)
+    checkpoint, provenance = _imported(directory, report)
     return dataclasses.replace(found, tokenizer=tokenizer, files=files, checkpoint=checkpoint, provenance=provenance)
 
 
-def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance]:
+def _imported(directory: Path, report: Report) -> tuple[dict[str, FileEntry], Provenance]:
     path, layout = directory / CERTIFICATE, directory / LAYOUT
     found = read_json(path, str(path)) if os.path.lexists(path) else None
     if not isinstance(found, dict):
@@ -103,9 +103,12 @@ def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance]:
     files = read_sources({} if checkpoint is None else checkpoint, f"{path}: checkpoint")
     if not {"layout", "proven"} <= set(found):
         return files, Provenance()
+    changes = changes_since_import(found, directory)
+    for change in changes:
+        report(f"{directory}: {change}, so that its proof does not apply")
     facts = {
         "layout": found["layout"],
-        "proven": found["proven"],
+        "proven": False if changes else found["proven"],
         "author": found.get("author", REFERENCE),
         "certificate_sha256": _sha256(path),
         "layout_sha256": _sha256(layout) if layout.is_file() else None,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT
+from tfexport._io.names import CERTIFICATE, CONFIG, GENERATION, LAYOUT, MODEL_WEIGHTS
+from tfexport._io.sealed_directory import FileEntry
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
@@ -145,25 +146,27 @@ def import_checkpoint(
     defaults, generation_notes = task.generation(canonical.config, text.generation)
     certificate = replace(
         certificate,
-        unverified=(*certificate.unverified, *unknown, *text.unverified),
+        unverified=(*certificate.unverified, *unknown, *task.unknown_weights(), *text.unverified),
         tensors=task.account.texts(),
         checkpoint=checkpoint.files,
         reference=proof.reference.file if proof else None,
         texts=text.compared,
     )
-    files = {
-        **text.files,
-        CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
-        LAYOUT: render_layout(layout).encode(),
-    }
+    files = {**text.files, LAYOUT: render_layout(layout).encode()}
     if given := defaults.given():
         files[GENERATION] = (json.dumps(given, indent=2) + "\n").encode()
+
+    def all_files(folder: Path) -> dict[str, bytes]:
+        entries = {name: FileEntry.of(folder / name) for name in (CONFIG, MODEL_WEIGHTS)}
+        sealed = replace(certificate, model=entries).to_dict()
+        return {**files, CERTIFICATE: (json.dumps(sealed, indent=2, ensure_ascii=False) + "\n").encode()}
+
     seen: dict[int, str] = {}  # a weight file cannot store tensors that share memory
     tensors = {
         name: tensor if seen.setdefault(tensor.data_ptr(), name) == name else tensor.clone()
         for name, tensor in canonical.tensors.items()
     }
-    save_model(replace(canonical, tensors=tensors).model(), output, files=files, force=force)
+    save_model(replace(canonical, tensors=tensors).model(), output, files=all_files, force=force)
     notes = [*notes, *canonical.notes, *own_notes, *text.notes, *generation_notes, task.account.summary()]
     for note in notes:
         report(note)
@@ -395,6 +398,13 @@ class _Import:
             except BackendError as error:
                 reason += f", and it was not compared with transformers: {error}"
         return certificate, [f"the import is not proven: {reason}"]
+
+    def unknown_weights(self) -> tuple[str, ...]:
+        """Return a line if the reference file has a state dict, but neither sums nor outputs of the own weights."""
+        proof = self.proof
+        if proof is None or proof.recorded is None or proof.reference.weights or proof.reference.real:
+            return ()
+        return ("weights: not compared with those that the reference outputs were recorded with",)
 
     def text(self, source: Path | None, target: Path | None, spec: ModelSpec, *, has_own_weights: bool) -> ImportedText:
         config, is_directory = self.config, self.hf_config is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,7 +72,7 @@ def save_model(
     path: Path | str,
     tokenizer: Path | None = None,
     *,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes] | Callable[[Path], Mapping[str, bytes]] | None = None,
     force: bool = False,
 ) -> None:
     """Write a model directory, which appears complete or not at all.
@@ -81,7 +81,7 @@ def save_model(
         model: its parameters are stored in their dtype, tied parameters once.
         path: directory to create, with its parents; a symbolic link is followed.
         tokenizer: a tokenizer.json to copy into it.
-        files: other files of a model directory, by name.
+        files: other files of a model directory, by name, or a function that returns them for the folder with the model.
         force: replace an existing model directory, which is kept until the new one is complete.
 
     Raises:
@@ -99,7 +99,7 @@ def save_model(
                 _write(model, folder)
                 if tokenizer is not None:
                     shutil.copyfile(tokenizer, folder / TOKENIZER)
-                for name, content in (files or {}).items():
+                for name, content in (files(folder) if callable(files) else files or {}).items():
                     (folder / name).write_bytes(content)
                 publish(folder, target, lambda former: _check_free(former, path, force))
     except (OSError, SafetensorError) as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tfexport import _html
+from tfexport._io.sealed_directory import FileEntry
 from tfexport.bundle.status import REFERENCE, Proof, proof_of
 from tfexport.errors import ConfigError
 from tfexport.importing._files import FileSum
@@ -73,6 +74,7 @@ class Certificate:
     tensors: Mapping[str, str] = field(default_factory=dict, repr=False)  # use of each tensor of the checkpoint
     checkpoint: Mapping[str, FileSum] = field(default_factory=dict, repr=False)  # by name of the weight file
     reference: FileSum | None = field(default=None, repr=False)
+    model: Mapping[str, FileEntry] = field(default_factory=dict, repr=False)  # files of the model directory
 
     @property
     def proof(self) -> Proof:
