@@ -400,7 +400,7 @@ class _Import:
         return certificate, [f"the import is not proven: {reason}"]
 
     def unknown_weights(self) -> tuple[str, ...]:
-        """Return a line if the reference file has a state dict, but neither sums nor outputs of the own weights."""
+        """Return a line if the reference file does not show whose weights it has."""
         proof = self.proof
         if proof is None or proof.recorded is None or proof.reference.weights or proof.reference.real:
             return ()
