@@ -53,6 +53,7 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "relative_bias alibi": (BASE, {"relative_bias": "alibi"}),
     "sandwich": (PRE, {"encoder": replace(PRE.encoder, norm_place="sandwich")}),
     "activation relu2": (BASE, {"activation": "relu2"}),
+    "activation quick_gelu": (replace(BASE, activation="gelu"), {"activation": "quick_gelu"}),
     "embedding_scale": (BASE, {"embedding_scale": 1.1}),
     "attention_scale": (BASE, {"attention_scale": 1.0}),
     "logit_scale": (BASE, {"logit_scale": 0.5}),

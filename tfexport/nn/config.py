@@ -66,7 +66,9 @@ class TransformerConfig(Config, subject="model"):
     qk_norm: Annotated[QkNorm, Help("norm on queries and keys before rotation: per head, or all heads together")] = (
         "none"
     )
-    activation: Annotated[Activation, Help("`gelu` is exact, `relu2` is squared `relu`")] = "relu"
+    activation: Annotated[
+        Activation, Help("`gelu` is exact, `quick_gelu` is `x sigmoid(1.702 x)`, `relu2` is squared `relu`")
+    ] = "relu"
     feed_forward: Annotated[FeedForward, Help("fc2(act(fc1 x)), or fc2(act(fc1 x) · gate x)")] = "mlp"
     relative_bias: Annotated[
         RelativeBias, Help("learned by head and distance, a table per side or per layer; `alibi`: −distance · slope")

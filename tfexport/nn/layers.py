@@ -16,6 +16,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
 }
 

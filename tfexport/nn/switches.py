@@ -15,7 +15,7 @@ Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "a
 
 NormPlace = Literal["post", "pre", "sandwich"]
 Norm = Literal["layernorm", "std", "rms"]
-Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "relu2"]
+Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "quick_gelu", "relu2"]
 QkNorm = Literal["none", "head", "all"]
 FeedForward = Literal["mlp", "glu"]
 RelativeBias = Literal["none", "t5", "t5_per_layer", "alibi"]

@@ -31,6 +31,8 @@ CLASSES = {
     "m2m_100": "M2M100ForConditionalGeneration",
     "mbart": "MBartForConditionalGeneration",
     "bart": "BartForConditionalGeneration",
+    "mvp": "MvpForConditionalGeneration",
+    "plbart": "PLBartForConditionalGeneration",
     "pegasus": "PegasusForConditionalGeneration",
     "blenderbot": "BlenderbotForConditionalGeneration",
     "mt5": "MT5ForConditionalGeneration",

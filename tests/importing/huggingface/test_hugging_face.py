@@ -145,12 +145,16 @@ def test_what_is_left_out_is_said_in_one_line(name: str, line: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "spelling", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"]
+    "spelling",
+    [
+        *("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"),
+        *("quick_gelu", "relu2"),
+    ],
 )
-def test_every_spelling_of_gelu_by_tanh(spelling: str, tmp_path: Path) -> None:
+def test_every_spelling_of_an_activation(spelling: str, tmp_path: Path) -> None:
     today(tmp_path, "bart-base", activation_function=spelling)
     found, ours = imported(tmp_path)
-    assert found.config.activation == "gelu_tanh"
+    assert found.config.activation == (spelling if spelling in ("quick_gelu", "relu2") else "gelu_tanh")
     assert_same_logits(ours, published.load(tmp_path / "hf"))
 
 

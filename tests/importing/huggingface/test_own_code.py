@@ -99,7 +99,9 @@ def test_a_missing_number_of_layers_is_that_of_transformers(name: str, key: str,
     assert any(key in one and "by default" in one and problem in one for one in caught.value.problems)
 
 
-@pytest.mark.parametrize("name", ["bart-base", "m2m100_418M", "blenderbot-400M-distill", "t5-small", "mt5-small"])
+@pytest.mark.parametrize(
+    "name", ["bart-base", "plbart-base", "m2m100_418M", "blenderbot-400M-distill", "t5-small", "mt5-small"]
+)
 def test_defaults_are_those_of_transformers(name: str) -> None:
     family = families()[CONFIGS[name]["model_type"]]
     config = getattr(transformers, published.CLASSES[family.model_type]).config_class()

@@ -28,7 +28,7 @@ from tfexport.nn.switches import Value
 
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
 _ACTIVATIONS = {
-    **{name: name for name in ("relu", "gelu", "silu")},
+    **{name: name for name in ("relu", "relu2", "gelu", "quick_gelu", "silu")},
     **dict.fromkeys(_TANH, "gelu_tanh"),
     "gelu_python": "gelu",
     "swish": "silu",

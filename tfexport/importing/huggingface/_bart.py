@@ -28,6 +28,8 @@ _DEFAULTS: dict[str, Any] = {"activation_function": "gelu", "scale_embedding": F
 _DEFAULTS |= {"encoder_layers": 12, "encoder_attention_heads": 16, "decoder_layers": 12, "decoder_attention_heads": 16}
 _BLENDERBOT = {"encoder_layers": 2, "encoder_attention_heads": 32, "decoder_layers": 24, "decoder_attention_heads": 32}
 _BLENDERBOT |= {"max_position_embeddings": 128}
+_PLBART = {"encoder_layers": 6, "encoder_attention_heads": 12, "decoder_layers": 6, "decoder_attention_heads": 12}
+_PLBART |= {"scale_embedding": True}
 _SCALED_RELU = {"activation_function": "relu", "scale_embedding": True}
 _UNUSED = ("model.*coder.version", "model.*coder.embed_positions.weights")
 _M2M100 = ("M2M100Tokenizer", "NllbTokenizer")
@@ -127,6 +129,8 @@ FAMILIES = (
     _family("bart", "BartTokenizer"),
     _family("mbart", "MBartTokenizer", "MBart50Tokenizer"),
     _family("pegasus", "PegasusTokenizer"),
+    _family("mvp", "MvpTokenizer", layout="hf_bart"),
+    _family("plbart", "PLBartTokenizer", layout="hf_bart", defaults=_PLBART),
     _family("blenderbot", "BlenderbotTokenizer", defaults=_BLENDERBOT),
     _family(
         "m2m_100", *_M2M100, defaults=_SCALED_RELU, convert=_convert_m2m100, tokenizer_files=(SPM_BPE, "vocab.json")
