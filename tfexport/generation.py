@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from tfexport.config import Config, Count, Ge, Gt, Help, Le, Lt, TokenId
-from tfexport.errors import ConfigError
+from tfexport.errors import ConfigError, shortened
 
 # Limits that include the start token and the prefix, and the limits that do not.
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 EndIds = TokenId | tuple[TokenId, ...] | None
-_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
+# In the order in which they apply.
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BEAM_OPTIONS = ("length_penalty", "early_stopping")
 
 
@@ -39,15 +40,30 @@ class DecodeConfig(Config, subject="decoding"):
     repetition_penalty: Annotated[float, Ge(0.01), Le(100), Help("Divide the score of tokens in the text so far.")] = (
         1.0
     )
+    sequence_bias: Annotated[
+        tuple[tuple[tuple[TokenId, ...] | Annotated[float, Ge(-10_000), Le(10_000)], ...], ...],
+        Help("Add to the score of the last of several ids in a row, such as 3,17=-2.5; repeatable."),
+    ] = ()
+    exponential_decay_length_penalty: Annotated[
+        tuple[float, ...] | None, Ge(0), Help("Favor the end after so many new tokens by this factor each: 20,1.1.")
+    ] = None
+    renormalize_logits: Annotated[bool, Help("Let probabilities after the filters sum to 1, in scores of beams.")] = (
+        False
+    )
     do_sample: Annotated[bool, Help("Draw tokens at random instead of taking the best.")] = False
     temperature: Annotated[float, Ge(0.01), Le(100), Help("Flatten (above 1) or sharpen the distribution.")] = 1.0
     top_k: Annotated[Count, Help("Draw from this many best tokens; 0 from all.")] = 50
     top_p: Annotated[float, Gt(0), Le(1), Help("Draw from the fewest best tokens with this total probability.")] = 1.0
+    min_p: Annotated[float, Ge(0), Le(1), Help("Least probability of a token, as a share of the best one's.")] = 0.0
+    typical_p: Annotated[float, Gt(0), Le(1), Help("Draw from the most typical tokens with this probability.")] = 1.0
+    epsilon_cutoff: Annotated[float, Ge(0), Lt(1), Help("Least probability of a token.")] = 0.0
+    eta_cutoff: Annotated[float, Ge(0), Lt(1), Help("Least probability of a token, less if many are likely.")] = 0.0
     num_return_sequences: Annotated[int, Ge(1), Le(64), Help("Texts to return for each input, best first.")] = 1
     return_alternatives: Annotated[bool, Help("Continue each of the num-return-sequences best next tokens.")] = False
     forced_bos_token_id: Annotated[TokenId | None, Help("Id, or token such as fra_Latn, that texts begin with.")] = None
     forced_eos_token_id: Annotated[EndIds, Help("Id, or several, that a text at its limit ends with.")] = None
     suppress_tokens: Annotated[tuple[TokenId, ...], Help("Ids never to generate, such as 3,17.")] = ()
+    begin_suppress_tokens: Annotated[tuple[TokenId, ...], Help("Ids never to generate first, such as 3,17.")] = ()
     bad_words_ids: Annotated[
         tuple[tuple[TokenId, ...], ...], Help("Ids never in a row, such as 3,17; repeatable.")
     ] = ()
@@ -86,6 +102,10 @@ class DecodeConfig(Config, subject="decoding"):
             "forced_bos_token_id": _several(self.forced_bos_token_id),
             "forced_eos_token_id": self.forced_ends,
             "suppress_tokens": self.suppress_tokens,
+            "begin_suppress_tokens": self.begin_suppress_tokens,
+            "sequence_bias": tuple(
+                token for pair in self.sequence_bias for ids in pair if isinstance(ids, tuple) for token in ids
+            ),
             "bad_words_ids": tuple(token for word in self.bad_words_ids for token in word),
             "eos_token_id": _several(self.eos_token_id),
             "decoder_start_token_id": _several(self.decoder_start_token_id),
@@ -107,12 +127,22 @@ class DecodeConfig(Config, subject="decoding"):
             problems.append("stop_strings has an empty text, which every text contains; remove it")
         if () in self.bad_words_ids:
             problems.append("bad_words_ids has an empty word, expected one id or more in each; remove it")
+        problems += [
+            f"sequence_bias has {shortened(pair)}, expected pairs of a list of ids and a number"
+            for pair in self.sequence_bias
+            if len(pair) != 2 or pair[0] == () or [isinstance(part, tuple) for part in pair] != [True, False]
+        ]
+        decay = self.exponential_decay_length_penalty
+        if decay is not None and not (len(decay) == 2 and decay[0] == int(decay[0])):
+            problems.append(
+                f"exponential_decay_length_penalty is {shortened(decay)}, expected a whole number and a factor"
+            )
         return [*problems, *self._contradictions()]
 
     def _contradictions(self) -> list[str]:
         problems = [
             f"{name} is {getattr(self, name)} but do_sample is false; set do_sample to true or leave {name} out"
-            for name in _SAMPLING_OPTIONS
+            for name in SAMPLING_OPTIONS
             if not self.do_sample and getattr(self, name) != getattr(DecodeConfig, name)
         ]
         problems += [
@@ -191,7 +221,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
                 defaults = {name: value for name, value in defaults.items() if name not in names}
         combined = {**defaults, **options}
         # Values of a wrong type are rejected later.
-        idle = [] if combined.get("do_sample") is True else [*_SAMPLING_OPTIONS]
+        idle = [] if combined.get("do_sample") is True else [*SAMPLING_OPTIONS]
         idle += _BEAM_OPTIONS if type(beams := combined.get("num_beams", 1)) is int and beams == 1 else []
         defaults = {name: value for name, value in defaults.items() if name not in idle}
         limit = combined.get("max_new_tokens")

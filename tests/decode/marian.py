@@ -82,8 +82,9 @@ def their_settings(config: DecodeConfig) -> GenerationConfig:
     assert not given.pop("return_alternatives")
     given.pop("prefix_bias_beta")
     given |= {"bad_words_ids": [list(word) for word in config.bad_words_ids]}
+    given |= {"sequence_bias": [[list(ids), bias] for ids, bias in config.sequence_bias]}
     own = {"eos_token_id": EOS, "decoder_start_token_id": PAD}
     given |= {name: token for name, token in own.items() if given[name] is None}
-    lists = ("suppress_tokens", "bad_words_ids", "stop_strings", "min_new_tokens")
+    lists = ("suppress_tokens", "bad_words_ids", "stop_strings", "min_new_tokens", "sequence_bias")
     given |= {name: given[name] or None for name in lists}
     return GenerationConfig(**given, pad_token_id=PAD, return_dict_in_generate=True, output_scores=True)

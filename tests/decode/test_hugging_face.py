@@ -10,9 +10,14 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.decode.marian import EOS, LETTERS, NUM_TEXTS, PAD, TOKENIZER, VOCAB, Pair, make_pair, text_of, their_settings
+from tfexport.decode._greedy import distribution
+from tfexport.decode._history import History
+from tfexport.decode._processors import Processors
 from tfexport.decode.offline import decode
+from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis
 from tfexport.generation import DecodeConfig
+from tfexport.runtime.session import Candidates
 
 MAX_NEW_TOKENS = 24
 
@@ -71,7 +76,9 @@ def assert_equal(theirs: list[list[tuple[list[int], float]]], ours: list[list[Hy
         assert [ids for ids, score in zip(padded, scores, strict=True) if score not in tied] == in_order, f"text {text}"
         assert sorted(padded) == sorted(ids for ids, _ in expected), f"text {text}"
         if not np.isnan(scores[0]):
-            np.testing.assert_allclose([one.score for one in found], scores, rtol=1e-6, err_msg=f"text {text}")
+            np.testing.assert_allclose(
+                [one.score for one in found], scores, rtol=1e-6, atol=1e-6, err_msg=f"text {text}"
+            )
 
 
 def check(pair: Pair, prefix: list[int] | None = None, **settings: object) -> list[list[Hypothesis]]:
@@ -93,6 +100,16 @@ FILTERS = {
     "suppressed": {"suppress_tokens": [7, 8, 9, 30, EOS]},
     "bad words": {"bad_words_ids": [[7], [8, 9], [PAD, 12], [3, 4, 5], [EOS], [EOS, 4]]},
     "not too short": {"min_length": 9},
+    "not first": {"begin_suppress_tokens": [7, 8, 9, 30, EOS]},
+    "not after the first": {"begin_suppress_tokens": [7, 8, 9, 30, EOS], "forced_bos_token_id": 5},
+    "biased": {
+        "sequence_bias": [[[7], 2.0], [[7], -2.0], [[8, 9], 5.0], [[PAD, 12], -3.0], [[12, 9], 1.0], [[9], -1.0]]
+    },
+    "lowered": {"sequence_bias": [[[7, 8], -1.0], [[30], -4.0]]},
+    "hurried": {"exponential_decay_length_penalty": [4, 1.2], "eos_token_id": [EOS, 5]},
+    "slowed": {"exponential_decay_length_penalty": [1, 0.7]},
+    "normalized": {"renormalize_logits": True},
+    "normalized after filters": {"renormalize_logits": True, "suppress_tokens": [7, 8], "no_repeat_ngram_size": 1},
     "not the source's": {"encoder_no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
     "no word of the source": {"encoder_no_repeat_ngram_size": 1, "no_repeat_ngram_size": 3, "suppress_tokens": [PAD]},
     "last": {"forced_eos_token_id": EOS},
@@ -190,6 +207,10 @@ def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
         {"forced_eos_token_id": EOS},
         {"bad_words_ids": [ids(rng.integers(1, 4)) for _ in range(rng.integers(1, 30))]},
         {"suppress_tokens": [PAD, *ids(3)]},
+        {"begin_suppress_tokens": ids(4)},
+        {"sequence_bias": [[ids(rng.integers(1, 3)), float(rng.normal() * 3)] for _ in range(rng.integers(1, 30))]},
+        {"exponential_decay_length_penalty": [int(rng.integers(0, 9)), float(rng.choice([0.8, 1.1, 1.4]))]},
+        {"renormalize_logits": True},
         {"eos_token_id": [EOS, *ids(rng.integers(0, 3))]},
         {"decoder_start_token_id": ids(1)[0]},
         {"stop_strings": ["".join(rng.choice(list("stop"), 3)) for _ in range(2)]},
@@ -204,6 +225,51 @@ def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
         drawn |= {"length_penalty": float(rng.choice([0.5, 1, 2])), "num_return_sequences": int(rng.integers(1, 3))}
         drawn |= {"early_stopping": [False, True, "never"][rng.integers(3)]}
     return {**drawn, "num_beams": num_beams}
+
+
+def their_processors(pair: Pair, config: DecodeConfig, prompt_len: int) -> LogitsProcessorList:
+    settings = their_settings(config)
+    settings._eos_token_tensor = torch.tensor(config.ends(EOS))
+    return pair.theirs._get_logits_processor(settings, prompt_len)
+
+
+SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.6, "epsilon_cutoff": 0.03}
+ELSEWHERE = ("forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id", "stop_strings", "max_length")
+ONLY_BEAMS = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_processors_on_random_logits(pair: Pair, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    left_out = (*ELSEWHERE, "encoder_no_repeat_ngram_size", *ONLY_BEAMS[: 4 * (seed % 2)])
+    settings = {name: value for name, value in drawn_settings(rng).items() if name not in left_out}
+    if seed % 2:
+        settings |= {"do_sample": True, "top_k": 0}
+        settings |= {name: value for name, value in {**SAMPLING, "eta_cutoff": 0.1}.items() if rng.random() < 0.5}
+    config = DecodeConfig.from_dict(settings)
+    for num_new in (0, 1, 7):
+        rows = rng.integers(0, VOCAB, (8, 3 + num_new))
+        scores = rng.normal(size=(8, VOCAB)).astype(np.float32) * 3
+        normalizer = np.log(np.exp(scores).sum(1, keepdims=True))
+        given = torch.from_numpy(scores - normalizer * (config.num_beams > 1))
+        expected = their_processors(pair, config, 3)(torch.from_numpy(rows), given).numpy()
+
+        processors, history = Processors(config, pair.session.spec), History(VOCAB)
+        processors.add([Request(0, (5,), tuple(row[:3]), config, 20) for row in rows.tolist()])
+        history.add(rows.tolist())
+        wanted = (config.top_k or VOCAB) if config.do_sample else 2 * config.num_beams
+        order = (-scores).argsort(1)[:, : processors.num_candidates(wanted, history)]
+        found = Candidates(order, np.take_along_axis(scores, order, 1), normalizer[:, 0])
+        new = np.full(len(rows), num_new)
+        ids, log_probs = (each[:, :wanted] for each in processors.apply(found, history, new, new + 20))
+        if config.do_sample:
+            log_probs, expected = distribution(log_probs, config), np.exp(expected)
+            expected /= expected.sum(1, keepdims=True)
+        elif config.num_beams == 1 and not config.renormalize_logits:
+            expected = expected - normalizer
+        best = (-expected).argsort(1)[:, :wanted]
+        np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), log_probs, atol=1e-5)
+        np.testing.assert_allclose(np.take_along_axis(expected, best, 1), np.sort(log_probs)[:, ::-1], atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")

@@ -27,15 +27,24 @@ C = TypeVar("C", bound=Config)
 class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
     """Values separated by commas."""
 
-    def __init__(self, item: click.ParamType) -> None:  # type: ignore[type-arg]
-        self.item = item
-        self.name = f"{item.name},…"
+    def __init__(self, item: Any) -> None:
+        self.item = click.types.convert_type(item)
+        self.name = f"{self.item.name},…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         """Split a value of the command line; a default is a tuple already."""
         if isinstance(value, tuple):
             return value
         return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
+
+
+class IdsAndNumber(CommaList):
+    """Token ids and a number, such as 3,17=-2.5."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """Return the ids and the number; an empty tuple for an empty value."""
+        ids, _, number = value.partition("=")
+        return value and (super().convert(ids, param, ctx), click.FLOAT.convert(number, param, ctx))
 
 
 class NoneOr(click.ParamType):  # type: ignore[type-arg]
@@ -176,7 +185,7 @@ def _derived(setting: Setting) -> dict[str, Any]:
         return derived | {"multiple": True}
     elif lists:
         (item,) = options_of(lists[0])
-        kind = CommaList(click.Choice(get_args(item)) if get_origin(item) is Literal else click.INT)
+        kind = CommaList(click.Choice(get_args(item)) if get_origin(item) is Literal else item)
     if NoneType in setting.types and (lists or kind in (int, float)):
         kind = NoneOr(kind)
     return derived | {"type": kind}
@@ -200,6 +209,7 @@ def _without_empty(_context: click.Context, _parameter: click.Parameter, values:
     return tuple(value for value in values if value)
 
 
+_REPEATABLE: dict[str, Any] = {"multiple": True, "callback": _without_empty}
 decode_options = config_options(
     DecodeConfig,
     early_stopping={
@@ -207,11 +217,13 @@ decode_options = config_options(
         "default": "false",
         "callback": lambda _context, _parameter, value: {"true": True, "false": False}.get(value, value),
     },
-    bad_words_ids={"type": CommaList(click.INT), "multiple": True, "callback": _without_empty},
+    bad_words_ids={"type": CommaList(int), **_REPEATABLE},
+    sequence_bias={"type": IdsAndNumber(int), "metavar": "IDS=NUMBER", **_REPEATABLE},
     stop_strings={"callback": _without_empty},
-    do_sample="--do-sample/--no-do-sample",
-    return_alternatives="--return-alternatives/--no-return-alternatives",
-    replace_unknowns="--replace-unknowns/--no-replace-unknowns",
+    **{
+        name: f"--{name}/--no-{name}".replace("_", "-")
+        for name in ("do_sample", "return_alternatives", "replace_unknowns", "renormalize_logits")
+    },
     **{name: {"type": NoneOr(_id_or_token), "metavar": "ID OR TOKEN"} for name in _NAMED_TOKENS},
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +13,14 @@ from tfexport.decode._search import Outcome, Search, is_broken, nan_error, no_to
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.errors import BackendError
-from tfexport.generation import DecodeConfig
+from tfexport.generation import SAMPLING_OPTIONS, DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+
+Probabilities = NDArray[np.float64]
 
 
 class Sampler:
-    """Draw tokens with temperature, top_k and top_p.
+    """Draw tokens with temperature, top_k and the filters of sampling.
 
     Each row has its own generator, seeded with (seed, place of the text, sample), and takes one number per token, so
     a draw does not depend on other rows.
@@ -45,23 +48,41 @@ class Sampler:
         return columns, np.log(probabilities[np.arange(len(columns)), columns]).astype(np.float32)
 
 
-def distribution(log_probs: Floats, config: DecodeConfig) -> NDArray[np.float64]:
+def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:
     """Return the probabilities that samples are drawn with, [rows, num_candidates].
 
-    `log_probs` are those of the top_k best candidates, up to a constant, best first. Temperature, top_k and top_p apply
-    in this order, as in Hugging Face `generate`. If candidates are equal at the k-th place, the session chooses: on the
-    CPU those with the lowest ids.
+    `log_probs` are those of the top_k best candidates, up to a constant, best first. Temperature, top_k and the filters
+    apply in the order of Hugging Face `generate`. If candidates are equal at the k-th place, the session chooses: on
+    the CPU those with the lowest ids.
     """
     scaled = log_probs.astype(np.float64) / config.temperature
     weights = np.exp(scaled - scaled[:, :1])
-    probabilities: NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
-    if config.top_p < 1:
-        tail = probabilities[:, ::-1].cumsum(1)[:, ::-1]
-        dropped = tail <= 1 - config.top_p
-        dropped[:, 0] = False
-        probabilities = np.where(dropped, 0, probabilities)
-        probabilities /= probabilities.sum(1, keepdims=True)
+    probabilities: Probabilities = weights / weights.sum(1, keepdims=True)
+    for name in SAMPLING_OPTIONS[2:]:
+        if (value := getattr(config, name)) != getattr(DecodeConfig, name):
+            probabilities = np.where(_dropped(name, value, probabilities), 0, probabilities)
+            probabilities /= probabilities.sum(1, keepdims=True)
     return probabilities
+
+
+def _dropped(name: str, value: float, probabilities: Probabilities) -> Any:
+    """Return which tokens, the first of which is the best, an option of sampling drops."""
+    if name == "top_p":
+        dropped = probabilities[:, ::-1].cumsum(1)[:, ::-1] <= 1 - value
+        dropped[:, 0] = False
+        return dropped
+    if name == "min_p":
+        return probabilities < value * probabilities[:, :1]
+    surprise = -np.log(probabilities, out=np.full_like(probabilities, -np.inf), where=probabilities > 0)
+    entropy = np.sum(probabilities * surprise, 1, keepdims=True, where=probabilities > 0)
+    if name == "typical_p":
+        distance = abs(surprise - entropy)
+        order = distance.argsort(1, kind="stable")
+        num = (np.take_along_axis(probabilities, order, 1).cumsum(1) < value).sum(1, keepdims=True)
+        last = np.take_along_axis(order, num.clip(max=order.shape[1] - 1), 1)
+        return distance > np.take_along_axis(distance, last, 1)
+    least = value if name == "epsilon_cutoff" else np.minimum(value, value**0.5 * np.exp(-entropy))
+    return (probabilities < least) & (probabilities < probabilities.max(1, keepdims=True))
 
 
 class GreedySearch(Search):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from tfexport.runtime.session import Candidates, Floats, Ids, Mask, pad_right
 
 # Most suppressed tokens with which several steps are taken at once: each adds a candidate to every step.
 FEW = 16
+# Largest factor of an end token's score; a larger one could overflow.
+LARGEST_FACTOR = 1e30
 
 
 class Rows(NamedTuple):
@@ -70,6 +72,8 @@ class Processors:
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
         self.ends, self._vocab = Ends(config.ends(spec.tokens.eos)), spec.vocab
         self._all = list(_processors(config, self.ends, spec.vocab))
+        if config.renormalize_logits and self._all and not config.do_sample:  # otherwise they are normalized
+            self._all.append(_Renormalize(spec.vocab))
         self._on_logits = [processor for processor in self._all if processor.takes_logits and config.num_beams == 1]
         self._on_log_probs = [processor for processor in self._all if processor not in self._on_logits]
         self.stop_ids = frozenset(self.ends.ids).union(*(processor.stop_ids for processor in self._all))
@@ -88,7 +92,7 @@ class Processors:
             processor.keep(rows)
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        for processor in self._all:
+        for processor in reversed(self._all):  # the last one receives what the others return
             wanted = processor.num_candidates(wanted, history)
         return min(wanted, self._vocab)
 
@@ -133,6 +137,30 @@ def _ban(banned: Mask, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         return token_ids, scores
     order, rows = banned.argsort(1, kind="stable"), np.arange(len(banned))[:, None]
     return token_ids[rows, order], np.where(banned, -np.inf, scores)[rows, order]
+
+
+class _SequenceBias(Processor):
+    def __init__(self, pairs: Any, vocab: int) -> None:
+        biases: dict[tuple[int, ...], float] = dict(pairs)
+        # A bias above 0 may make any token the best; others lower the last token of each sequence.
+        self._num_lowered = vocab if max(biases.values()) > 0 else len({words[-1] for words in biases})
+        self._vocab, self._groups = (
+            vocab,
+            [
+                (words, np.array([biases[tuple(word)] for word in words.tolist()], np.float32))
+                for words in _by_length(biases)
+            ],
+        )
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        return wanted + self._num_lowered
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        bias = np.zeros((len(scores), self._vocab), np.float32)
+        for words, values in self._groups:
+            row, word = _begun(rows.history, words).nonzero()
+            np.add.at(bias, (row, words[word, -1]), values[word])
+        return _sorted(token_ids, scores + np.take_along_axis(bias, token_ids, 1))
 
 
 class _RepetitionPenalty(Processor):
@@ -189,17 +217,22 @@ class _EncoderNoRepeatNgram(_NoRepeatNgram):
 class _BadWords(_BannedCompletions):
     def __init__(self, words: Iterable[Sequence[int]], vocab: int) -> None:
         super().__init__(vocab)
-        by_length = groupby(sorted(words, key=len), len)
-        self._words = [np.array(list(group), np.int64) for _, group in by_length]
+        self._words = _by_length(words)
 
     def completions(self, history: History) -> list[Ids]:
-        found = []
-        for words in self._words:
-            size = words.shape[1] - 1
-            matches = (_newest(history, size)[:, None] == words[:, :-1]).all(-1) & (history.lengths >= size)[:, None]
-            if matches.any():
-                found.append(np.where(matches, words[:, -1], self._vocab))
-        return found
+        masks = ((words, _begun(history, words)) for words in self._words)
+        return [np.where(begun, words[:, -1], self._vocab) for words, begun in masks if begun.any()]
+
+
+def _by_length(words: Iterable[Sequence[int]]) -> list[Ids]:
+    return [np.array(list(group), np.int64) for _, group in groupby(sorted(words, key=len), len)]
+
+
+def _begun(history: History, words: Ids) -> Mask:
+    """Return which of `words` [n, size] the last token of each row leaves one token to complete, [rows, n]."""
+    size = words.shape[1] - 1
+    found: Mask = (_newest(history, size)[:, None] == words[:, :-1]).all(-1) & (history.lengths >= size)[:, None]
+    return found
 
 
 def _next_of_ngrams(tokens: Ids, lengths: Ids, history: History, size: int, vocab: int) -> list[Ids]:
@@ -240,6 +273,29 @@ class _MinLength(Processor):
         return _ban(banned, token_ids, scores)
 
 
+class _FavoredEnd(Processor):
+    """Raises the scores of end tokens, as `exponential_decay_length_penalty`."""
+
+    def __init__(self, penalty: Sequence[float], ends: Ends, vocab: int) -> None:
+        self._start, self._factor = penalty
+        self._ends, self._vocab = ends, vocab
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        return self._vocab if (self._growth(history) > 0).any() else wanted + len(self._ends.ids)
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        is_end = self._ends.among(token_ids) & (scores > -np.inf)
+        raised = np.abs(np.where(is_end, scores, np.float32(0))) * self._growth(rows.history)[:, None]
+        return _sorted(token_ids, scores + raised)
+
+    def _growth(self, history: History) -> Floats:
+        begins = np.array([len(request.prompt) - request.num_forced for request in self.requests])
+        late = (history.lengths - begins - self._start).clip(min=0)
+        with np.errstate(over="ignore"):
+            growth: Floats = (np.minimum(self._factor**late, LARGEST_FACTOR) - 1).astype(np.float32)
+        return growth
+
+
 class _Suppress(Processor):
     """Bans `suppress_tokens` and the words of one token in `bad_words_ids`."""
 
@@ -253,6 +309,14 @@ class _Suppress(Processor):
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         return _ban(self._banned[token_ids], token_ids, scores)
+
+
+class _SuppressFirst(_Suppress):
+    """Bans `begin_suppress_tokens` as the first token after the prompt."""
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        is_first = rows.history.lengths == np.array([len(request.prompt) for request in self.requests])
+        return _ban(self._banned[token_ids] & is_first[:, None], token_ids, scores)
 
 
 class _PrefixBias(Processor):
@@ -322,8 +386,25 @@ class _ForcedEnd(Processor):
         return token_ids, scores
 
 
+class _Renormalize(Processor):
+    takes_logits = False
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        return self._vocab
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        shifted = scores - np.where(scores[:, :1] > -np.inf, scores[:, :1], 0)
+        # The best token adds 1, unless every token is banned.
+        return token_ids, shifted - np.log(np.exp(shifted).sum(1, keepdims=True).clip(min=1))
+
+
 def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Processor]:
     """Yield the processors that the options need, in the order they apply."""
+    if config.sequence_bias:
+        yield _SequenceBias(config.sequence_bias, vocab)
     if config.repetition_penalty != 1:
         yield _RepetitionPenalty(config.repetition_penalty, vocab)
     if config.no_repeat_ngram_size:
@@ -334,10 +415,14 @@ def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Proces
         yield _BadWords(words, vocab)
     if config.bans_ends:
         yield _MinLength(config, ends)
+    if config.exponential_decay_length_penalty:
+        yield _FavoredEnd(config.exponential_decay_length_penalty, ends, vocab)
     # As in transformers, an end token is not banned as a bad word.
     single = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends.ids}
     if banned := frozenset({*config.suppress_tokens, *single}):
         yield _Suppress(banned, vocab)
+    if config.begin_suppress_tokens:
+        yield _SuppressFirst(frozenset(config.begin_suppress_tokens), vocab)
     if config.prefix_bias_beta:
         yield _PrefixBias(config.prefix_bias_beta, vocab)
     if config.forced_ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -92,12 +93,8 @@ _OWN = {
     "seed",
     "replace_unknowns",
 }
-_SHARED = tuple(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in _OWN)
-
-
-def settings(config: DecodeConfig) -> tuple[object, ...]:
-    """Return the options that have to be equal for two requests to share a search."""
-    return tuple(getattr(config, name) for name in _SHARED)
+# Returns the options that have to be equal for two requests to share a search.
+settings = operator.attrgetter(*(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in _OWN))
 
 
 def is_broken(found: Candidates) -> Mask | None:

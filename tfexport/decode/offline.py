@@ -122,7 +122,7 @@ def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Float
     allowed = [pair for pair in zip(token_ids.tolist(), log_probs.tolist(), strict=True) if pair[1] > -np.inf]
     if not allowed:
         raise no_token_error(request, request.num_forced)
-    single = dataclasses.replace(config, return_alternatives=False, num_return_sequences=1)
+    single = dataclasses.replace(config, return_alternatives=False, num_return_sequences=1, begin_suppress_tokens=())
     expanded = []
     for rank, (token, log_prob) in enumerate(allowed[: config.num_return_sequences]):
         prompt = (*request.prompt, token)

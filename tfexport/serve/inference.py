@@ -7,8 +7,9 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_origin
 
+from tfexport.config import settings
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError, InputError, shortened
 from tfexport.generation import DecodeConfig
@@ -21,6 +22,8 @@ Source: TypeAlias = str | list[int]
 Answer: TypeAlias = Result | Hypothesis
 Submitted: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
 DECODING = frozenset(field.name for field in dataclasses.fields(DecodeConfig))
+# Options that may be lists of numbers.
+LISTS = {one.name for one in settings(DecodeConfig) if {*map(get_origin, one.types)} & {tuple} and str not in one.types}
 # Units per second. Triton clients send `timeout` in microseconds.
 _TIMEOUTS = {"timeout_ms": 1e3, "timeout": 1e6}
 # Inputs of `infer` that are not options, with their datatypes.
@@ -182,5 +185,4 @@ def _column(tensor: Tensor) -> Sequence[Any]:
 
 
 def _value(tensor: Tensor) -> Any:
-    is_one = len(tensor.values) == 1 and tensor.name != "suppress_tokens"  # which remains a list
-    return tensor.values[0] if is_one else list(tensor.values)
+    return tensor.values[0] if len(tensor.values) == 1 and tensor.name not in LISTS else list(tensor.values)

@@ -17,6 +17,7 @@ from tfexport.model.result import Result
 from tfexport.serve.config import Limits, ServingConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.inference import (
+    LISTS,
     OUTPUTS,
     Answer,
     InvalidRequestError,
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 CANCEL_POLL_S = 0.1
 _DATATYPES = {"bool": "BOOL", "int64": "INT64", "float32": "FP32", "float64": "FP64", "object": "BYTES"}
 _NUMPY = {datatype: name for name, datatype in _DATATYPES.items()}
-# Triton's parameters cannot be lists, so these options are JSON in a string.
-_LISTS = ("suppress_tokens", "bad_words_ids", "eos_token_id", "forced_eos_token_id")
 
 
 def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[Source], list[dict[str, Any]]]:
@@ -99,7 +98,8 @@ def _parameters(request: Any) -> dict[str, Any]:
         raise InvalidRequestError(f"the parameters are not JSON: {error}") from error
     if timeout_us := request.timeout():
         given["timeout"] = timeout_us
-    return given | {name: _parsed(name, given[name]) for name in _LISTS if isinstance(given.get(name), str)}
+    # Triton's parameters cannot be lists, so these options are JSON in a string.
+    return given | {name: _parsed(name, given[name]) for name in LISTS if isinstance(given.get(name), str)}
 
 
 def _parsed(name: str, text: Any) -> Any:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tfexport.decode.result import FinishReason
+from tfexport.generation import SAMPLING_OPTIONS
 from tfexport.model.result import Result
 from tfexport.serve._schemas import Completion, Embeddings
 from tfexport.serve.http import EventStream, RequestError, answers_of, event, service_of
@@ -89,7 +90,7 @@ def _decoding(data: Completion) -> dict[str, Any]:
         options["min_new_tokens"] = options["max_new_tokens"]
     if fields.get("temperature"):
         return {"do_sample": True, "top_k": 0} | options | ({"top_k": 0} if options.get("top_k") == -1 else {})
-    return {name: value for name, value in options.items() if name not in ("temperature", "top_k", "top_p")}
+    return {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
 
 
 async def _events(head: dict[str, Any], generation: Submitted, has_usage: bool) -> AsyncGenerator[bytes]:
