@@ -102,6 +102,10 @@ def test_every_option_reaches_the_decoder(dates_bundle: Path) -> None:
     biased = ["generate", dates_bundle, TEXTS[0], "--prefix", "1999-", "--prefix-bias-beta"]
     assert [run(*biased, beta).stdout for beta in ("0.01", "0.999")] == [f"{ISO[0]}\n", run(*biased, 0).stdout]
     assert "-" not in run("generate", dates_bundle, TEXTS[0], "--suppress-tokens", f"{dash}, 1").stdout
+    biased = f"{VOCAB['2']},{VOCAB['0']}=-99"
+    assert "20" not in run("generate", dates_bundle, TEXTS[0], "--sequence-bias", biased).stdout
+    hurried = run("generate", dates_bundle, TEXTS[0], "--exponential-decay-length-penalty", "3,1000")
+    assert hurried.stdout == "2026\n"
     drawn = ["generate", dates_bundle, TEXTS[0], "--do-sample", "--temperature", 3, "--num-return-sequences", 4]
     assert run(*drawn, "--seed", 1).stdout == run(*drawn, "--seed", 1).stdout != run(*drawn, "--seed", 2).stdout
     for value in ("true", "false", "never"):

@@ -93,6 +93,7 @@ def test_runs_where_every_draft_is_wrong(model: Model, verified: Counter[str]) -
         {"max_new_tokens": 60, "eos_token_id": [ID["we"], EOS], "min_new_tokens": 13},
         {"max_new_tokens": 40, "suppress_tokens": (ID["other"],)},
         {"max_new_tokens": 40, "suppress_tokens": (ID["once"],)},
+        {"max_new_tokens": 40, "begin_suppress_tokens": tuple(map(ID.get, ROUND))},
         {"max_new_tokens": 40, "bad_words_ids": ((ID["once"],),)},
         {"max_new_tokens": 40, "forced_eos_token_id": EOS},
         {"max_new_tokens": 40, "forced_bos_token_id": ID["and"]},

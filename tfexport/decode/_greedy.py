@@ -73,8 +73,9 @@ def _dropped(name: str, value: float, probabilities: Probabilities) -> Any:
         return dropped
     if name == "min_p":
         return probabilities < value * probabilities[:, :1]
-    surprise = -np.log(probabilities, out=np.full_like(probabilities, -np.inf), where=probabilities > 0)
-    entropy = np.sum(probabilities * surprise, 1, keepdims=True, where=probabilities > 0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # of tokens that are dropped already
+        surprise = -np.log(probabilities)
+        entropy = np.nansum(probabilities * surprise, 1, keepdims=True)
     if name == "typical_p":
         distance = abs(surprise - entropy)
         order = distance.argsort(1, kind="stable")

@@ -49,7 +49,11 @@ def drawn_defaults(rng: np.random.Generator, pad: int, eos: int, start: int) -> 
         {"forced_eos_token_id": eos},
         {"bad_words_ids": [ids(int(rng.integers(1, 4))) for _ in range(12)]},
         {"decoder_start_token_id": ids(1)[0]},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 3},
+        {"begin_suppress_tokens": ids(9)},
+        {"sequence_bias": [[ids(int(rng.integers(1, 3))), float(rng.normal() * 3)] for _ in range(12)]},
+        {"exponential_decay_length_penalty": [int(rng.integers(0, 5)), float(rng.choice([0.8, 1.3]))]},
+        {"renormalize_logits": True},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "eta_cutoff": 0.1, "epsilon_cutoff": 0.1},
         {"output_scores": True, "use_cache": False, "typical_p": 1.0, "num_beam_groups": 1},
     ]
     drawn = {name: value for option in options if rng.random() < 0.5 for name, value in option.items()}
@@ -111,17 +115,18 @@ NO_END = "has no eos_token_id: transformers ends texts only at the limit"
         (
             {
                 "num_beams": 4,
-                "max_length": 512,
                 "typical_p": 0.9,
                 "num_beam_groups": 2,
+                "encoder_repetition_penalty": 1.2,
                 "renormalize_logits": True,
+                "sequence_bias": [[[3, 4], -2.5]],
                 "min_p": None,
                 "use_cache": False,
                 "lang_to_id": {"de": 3},
             },
             [
-                "the defaults are max_length 512, num_beams 4",
-                f"ignored num_beam_groups 2, renormalize_logits True, typical_p 0.9: {DIFFER}",
+                "the defaults are num_beams 4, sequence_bias [[[3, 4], -2.5]], renormalize_logits true, typical_p 0.9",
+                f"ignored num_beam_groups 2, encoder_repetition_penalty 1.2: {DIFFER}",
                 "ignored lang_to_id: transformers ignores these keys too",
             ],
         ),
@@ -168,6 +173,16 @@ def test_tokens_that_are_given_go_before_those_of_the_file(tmp_path: Path) -> No
     [
         ({"num_beams": 100}, "num_beams is 100, expected 1 to 64; change it there, or remove it"),
         ({"bad_words_ids": [3]}, "bad_words_ids is (3,), expected a list of a list of a whole number"),
+        ({"sequence_bias": [[[3, 41], 2.0]]}, "sequence_bias has 41, expected below the vocabulary of 41"),
+        (
+            {"sequence_bias": [[[3], [4]]]},
+            "sequence_bias has ((3,), (4,)), expected pairs of a list of ids and a number",
+        ),
+        (
+            {"exponential_decay_length_penalty": [1.5, 2]},
+            "exponential_decay_length_penalty is (1.5, 2), expected a whole",
+        ),
+        ({"typical_p": 0.0, "do_sample": True}, "typical_p is 0.0, expected above 0 and up to 1"),
         ({"forced_bos_token_id": 41}, "forced_bos_token_id has 41, expected below the vocabulary of 41"),
         ({"num_return_sequences": 3}, "num_return_sequences is 3 but num_beams is 1"),
     ],

@@ -123,10 +123,10 @@ def texts(*values: bytes) -> np.ndarray[Any, Any]:
 
 def test_inputs_and_parameters_are_read() -> None:
     inputs = {"text_input": texts(b"a", "ä".encode()), "prefix": texts(b"1", b"2"), "temperature": np.array([0.5])}
-    parameters = {"do_sample": True, "suppress_tokens": "[3, 17]", "bad_words_ids": "[[3, 4], [5]]", "timeout_ms": 500}
+    parameters = {"do_sample": True, "suppress_tokens": "[3, 17]", "sequence_bias": "[[[3, 4], -2]]", "timeout_ms": 500}
     sources, options = read_request(triton_request(inputs, json.dumps(parameters), 250_000), Limits(), stream=False)
     assert sources == ["a", "ä"]
-    given = {"temperature": 0.5, "do_sample": True, "suppress_tokens": [3, 17], "bad_words_ids": [[3, 4], [5]]}
+    given = {"temperature": 0.5, "do_sample": True, "suppress_tokens": [3, 17], "sequence_bias": [[[3, 4], -2]]}
     assert options == [{**given, "timeout_s": 0.25, "prefix": prefix} for prefix in ("1", "2")]
 
 

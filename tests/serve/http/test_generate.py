@@ -25,6 +25,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"num_beams": 3, "num_return_sequences": 2},
     {"num_beams": 4, "length_penalty": 0.3, "early_stopping": "never"},
     {"repetition_penalty": 1.4, "suppress_tokens": [20], "bad_words_ids": [[8, 11]]},
+    {"sequence_bias": [[[13, 11], -2.5], [[8], 3]], "exponential_decay_length_penalty": [4, 1.5]},
     {"return_alternatives": True, "num_return_sequences": 3},
     {"stop_strings": ["-0"]},
 )
