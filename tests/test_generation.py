@@ -26,6 +26,7 @@ from tfexport.generation import SAMPLING_OPTIONS, GenerationDefaults
 from tfexport.importing.importer import import_checkpoint
 
 TEXT = "le 14 juillet 1989"
+OPTIONS = DecodeConfig().to_dict().keys() - set(SAMPLING_OPTIONS)
 SAID: dict[str, Any] = {
     "eos_token_id": [0, 11],
     "decoder_start_token_id": 5,
@@ -115,9 +116,7 @@ def theirs(folder: Path, **options: Any) -> list[list[int]]:
 
 def drawn(seed: int) -> dict[str, Any]:
     options = drawn_defaults(np.random.default_rng(seed), 40, 0, 40)
-    options = {
-        name: value for name, value in options.items() if hasattr(DecodeConfig, name) and name not in SAMPLING_OPTIONS
-    }
+    options = {name: value for name, value in options.items() if name in OPTIONS}
     if "min_new_tokens" in options:
         options.pop("min_length", None)
         options["min_new_tokens"] = min(options["min_new_tokens"], options.get("max_new_tokens", 99))

@@ -9,6 +9,7 @@ from tfexport.errors import ConfigError, shortened
 
 # Limits that include the start token and the prefix, and the limits that do not.
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+Bias = tuple[tuple[TokenId, ...] | Annotated[float, Ge(-10_000), Le(10_000)], ...]  # token ids and a number
 EndIds = TokenId | tuple[TokenId, ...] | None
 # In the order in which they apply.
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -40,16 +41,11 @@ class DecodeConfig(Config, subject="decoding"):
     repetition_penalty: Annotated[float, Ge(0.01), Le(100), Help("Divide the score of tokens in the text so far.")] = (
         1.0
     )
-    sequence_bias: Annotated[
-        tuple[tuple[tuple[TokenId, ...] | Annotated[float, Ge(-10_000), Le(10_000)], ...], ...],
-        Help("Add to the score of the last of several ids in a row, such as 3,17=-2.5; repeatable."),
-    ] = ()
+    sequence_bias: Annotated[tuple[Bias, ...], Help("Add to the score of 17 after 3: 3,17=-2; repeatable.")] = ()
     exponential_decay_length_penalty: Annotated[
-        tuple[float, ...] | None, Ge(0), Help("Favor the end after so many new tokens by this factor each: 20,1.1.")
+        tuple[float, ...] | None, Ge(0), Help("Favor the end after 20 new tokens, by this factor for each: 20,1.1.")
     ] = None
-    renormalize_logits: Annotated[bool, Help("Let probabilities after the filters sum to 1, in scores of beams.")] = (
-        False
-    )
+    renormalize_logits: Annotated[bool, Help("Normalize the probabilities again after the filters.")] = False
     do_sample: Annotated[bool, Help("Draw tokens at random instead of taking the best.")] = False
     temperature: Annotated[float, Ge(0.01), Le(100), Help("Flatten (above 1) or sharpen the distribution.")] = 1.0
     top_k: Annotated[Count, Help("Draw from this many best tokens; 0 from all.")] = 50
@@ -103,9 +99,7 @@ class DecodeConfig(Config, subject="decoding"):
             "forced_eos_token_id": self.forced_ends,
             "suppress_tokens": self.suppress_tokens,
             "begin_suppress_tokens": self.begin_suppress_tokens,
-            "sequence_bias": tuple(
-                token for pair in self.sequence_bias for ids in pair if isinstance(ids, tuple) for token in ids
-            ),
+            "sequence_bias": tuple(token for ids, _ in self.sequence_bias for token in ids),  # type: ignore[union-attr]
             "bad_words_ids": tuple(token for word in self.bad_words_ids for token in word),
             "eos_token_id": _several(self.eos_token_id),
             "decoder_start_token_id": _several(self.decoder_start_token_id),
@@ -127,17 +121,14 @@ class DecodeConfig(Config, subject="decoding"):
             problems.append("stop_strings has an empty text, which every text contains; remove it")
         if () in self.bad_words_ids:
             problems.append("bad_words_ids has an empty word, expected one id or more in each; remove it")
-        problems += [
-            f"sequence_bias has {shortened(pair)}, expected pairs of a list of ids and a number"
-            for pair in self.sequence_bias
-            if len(pair) != 2 or pair[0] == () or [isinstance(part, tuple) for part in pair] != [True, False]
-        ]
         decay = self.exponential_decay_length_penalty
-        if decay is not None and not (len(decay) == 2 and decay[0] == int(decay[0])):
+        if decay is not None and (len(decay) != 2 or decay[0] % 1):
             problems.append(
-                f"exponential_decay_length_penalty is {shortened(decay)}, expected a whole number and a factor"
+                f"exponential_decay_length_penalty is {shortened(decay)}, expected whole tokens and a factor"
             )
-        return [*problems, *self._contradictions()]
+        wrong = [one for one in self.sequence_bias if () in one or [isinstance(x, tuple) for x in one] != [True, False]]
+        problems += [f"sequence_bias has {shortened(one)}, expected a list of ids and a number" for one in wrong]
+        return problems if wrong else [*problems, *self._contradictions()]
 
     def _contradictions(self) -> list[str]:
         problems = [

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
-from tfexport.decode._greedy import distribution
 from tfexport.decode.offline import decode, stream
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import BackendError, InputError
@@ -112,25 +109,6 @@ def test_broken_logits_name_their_text(bad: float, num_beams: int) -> None:
 
     with pytest.raises(BackendError, match="text 2 at new token 3"), np.errstate(all="ignore"):
         decode(ScriptedSession(6, script), [[7], [8], [9, 9]], DecodeConfig(num_beams=num_beams))
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.8), (2.0, 12, 0.5), (1.0, 3, 0.05), (1.0, 3, 1e-20)],
-)
-def test_samples_are_drawn_from_the_distribution_of_hugging_face(temperature: float, top_k: int, top_p: float) -> None:
-    logits = np.random.default_rng(0).normal(size=(300, 20)).astype(np.float32) * 2
-    config = DecodeConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    expected = warpers(torch.empty(0), torch.from_numpy(logits)).softmax(1).numpy()
-    order = np.argsort(-logits, axis=1)[:, : top_k or 20]
-    found = np.zeros_like(expected)
-    np.put_along_axis(found, order, distribution(np.take_along_axis(logits, order, 1), config).astype(np.float32), 1)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_samples_have_the_probability_they_were_drawn_with() -> None:

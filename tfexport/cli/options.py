@@ -221,8 +221,9 @@ decode_options = config_options(
     sequence_bias={"type": IdsAndNumber(int), "metavar": "IDS=NUMBER", **_REPEATABLE},
     stop_strings={"callback": _without_empty},
     **{
-        name: f"--{name}/--no-{name}".replace("_", "-")
-        for name in ("do_sample", "return_alternatives", "replace_unknowns", "renormalize_logits")
+        one.name: f"--{one.name}/--no-{one.name}".replace("_", "-")
+        for one in settings(DecodeConfig)
+        if one.types == (bool,)
     },
     **{name: {"type": NoneOr(_id_or_token), "metavar": "ID OR TOKEN"} for name in _NAMED_TOKENS},
 )

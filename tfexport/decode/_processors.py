@@ -8,9 +8,9 @@ candidates. To add an option, add a field to `DecodeConfig` and a line to `_proc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ from tfexport.runtime.session import Candidates, Floats, Ids, Mask, pad_right
 
 # Most suppressed tokens with which several steps are taken at once: each adds a candidate to every step.
 FEW = 16
-# Largest factor of an end token's score; a larger one could overflow.
-LARGEST_FACTOR = 1e30
+ALL = 2**31  # more candidates than any vocabulary has
 
 
 class Rows(NamedTuple):
@@ -73,7 +72,7 @@ class Processors:
         self.ends, self._vocab = Ends(config.ends(spec.tokens.eos)), spec.vocab
         self._all = list(_processors(config, self.ends, spec.vocab))
         if config.renormalize_logits and self._all and not config.do_sample:  # otherwise they are normalized
-            self._all.append(_Renormalize(spec.vocab))
+            self._all.append(_Renormalize())
         self._on_logits = [processor for processor in self._all if processor.takes_logits and config.num_beams == 1]
         self._on_log_probs = [processor for processor in self._all if processor not in self._on_logits]
         self.stop_ids = frozenset(self.ends.ids).union(*(processor.stop_ids for processor in self._all))
@@ -140,36 +139,46 @@ def _ban(banned: Mask, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
 
 
 class _SequenceBias(Processor):
-    def __init__(self, pairs: Any, vocab: int) -> None:
-        biases: dict[tuple[int, ...], float] = dict(pairs)
-        # A bias above 0 may make any token the best; others lower the last token of each sequence.
-        self._num_lowered = vocab if max(biases.values()) > 0 else len({words[-1] for words in biases})
-        self._vocab, self._groups = (
-            vocab,
-            [
-                (words, np.array([biases[tuple(word)] for word in words.tolist()], np.float32))
-                for words in _by_length(biases)
-            ],
-        )
+    """Adds a bias to tokens that complete a sequence."""
+
+    def __init__(self, biases: Mapping[tuple[int, ...], float], vocab: int) -> None:
+        self._single: Floats = np.zeros(vocab, np.float32)
+        self._followers: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+        self._found: list[tuple[int, int, float]] = []  # row, token and bias, after the last `num_candidates`
+        for (*begun, last), bias in biases.items():
+            if begun:
+                self._followers.setdefault(tuple(begun), []).append((last, bias))
+            else:
+                self._single[last] = bias
+        self._sizes = sorted(set(map(len, self._followers)))
+        self._num_single = ALL if (self._single > 0).any() else int(np.count_nonzero(self._single))
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        return wanted + self._num_lowered
+        self._found, lengths = [], history.lengths.tolist()
+        for size in self._sizes:
+            for row, begun in enumerate(_newest(history, size).tolist()):
+                if lengths[row] >= size and (followers := self._followers.get(tuple(begun))):
+                    self._found += [(row, *follower) for follower in followers]
+        if any(bias > 0 for _, _, bias in self._found):
+            return ALL  # any token may become the best
+        return wanted + self._num_single + max(Counter(row for row, _, _ in self._found).values(), default=0)
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        bias = np.zeros((len(scores), self._vocab), np.float32)
-        for words, values in self._groups:
-            row, word = _begun(rows.history, words).nonzero()
-            np.add.at(bias, (row, words[word, -1]), values[word])
-        return _sorted(token_ids, scores + np.take_along_axis(bias, token_ids, 1))
+        if not (self._num_single or self._found):
+            return token_ids, scores
+        scores = scores + self._single[token_ids]
+        for row, token, bias in self._found:
+            scores[row, token_ids[row] == token] += bias
+        return _sorted(token_ids, scores)
 
 
 class _RepetitionPenalty(Processor):
     def __init__(self, penalty: float, vocab: int) -> None:
-        self._penalty, self._vocab, self._contains = penalty, vocab, _Membership(vocab)
+        self._penalty, self._contains = penalty, _Membership(vocab)
 
     def num_candidates(self, wanted: int, history: History) -> int:
         # A penalty below 1 raises scores, so any token may become the best.
-        return self._vocab if self._penalty < 1 else wanted + history.longest
+        return ALL if self._penalty < 1 else wanted + history.longest
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         penalized = np.where(scores < 0, scores * self._penalty, scores / self._penalty)
@@ -214,27 +223,6 @@ class _EncoderNoRepeatNgram(_NoRepeatNgram):
         return _next_of_ngrams(tokens.clip(max=self._vocab), is_token.sum(1), history, self._size, self._vocab)
 
 
-class _BadWords(_BannedCompletions):
-    def __init__(self, words: Iterable[Sequence[int]], vocab: int) -> None:
-        super().__init__(vocab)
-        self._words = _by_length(words)
-
-    def completions(self, history: History) -> list[Ids]:
-        masks = ((words, _begun(history, words)) for words in self._words)
-        return [np.where(begun, words[:, -1], self._vocab) for words, begun in masks if begun.any()]
-
-
-def _by_length(words: Iterable[Sequence[int]]) -> list[Ids]:
-    return [np.array(list(group), np.int64) for _, group in groupby(sorted(words, key=len), len)]
-
-
-def _begun(history: History, words: Ids) -> Mask:
-    """Return which of `words` [n, size] the last token of each row leaves one token to complete, [rows, n]."""
-    size = words.shape[1] - 1
-    found: Mask = (_newest(history, size)[:, None] == words[:, :-1]).all(-1) & (history.lengths >= size)[:, None]
-    return found
-
-
 def _next_of_ngrams(tokens: Ids, lengths: Ids, history: History, size: int, vocab: int) -> list[Ids]:
     """Return the last tokens of the n-grams in `tokens` that the history has begun."""
     num_ngrams = tokens.shape[1] - size + 1
@@ -276,24 +264,21 @@ class _MinLength(Processor):
 class _FavoredEnd(Processor):
     """Raises the scores of end tokens, as `exponential_decay_length_penalty`."""
 
-    def __init__(self, penalty: Sequence[float], ends: Ends, vocab: int) -> None:
-        self._start, self._factor = penalty
-        self._ends, self._vocab = ends, vocab
+    def __init__(self, penalty: Sequence[float], ends: Ends) -> None:
+        self._start, self._factor, self._ends = *penalty, ends
+        self._growth: Floats = np.empty(0, np.float32)  # of each row, after the last `num_candidates`
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        return self._vocab if (self._growth(history) > 0).any() else wanted + len(self._ends.ids)
+        begins = np.array([len(request.prompt) - request.num_forced for request in self.requests])
+        late = (history.lengths - begins - self._start).clip(min=0)
+        with np.errstate(over="ignore"):  # a larger factor than 1e30 could overflow later
+            self._growth = (np.minimum(self._factor**late, 1e30) - 1).astype(np.float32)
+        return ALL if (self._growth > 0).any() else wanted + len(self._ends.ids)
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         is_end = self._ends.among(token_ids) & (scores > -np.inf)
-        raised = np.abs(np.where(is_end, scores, np.float32(0))) * self._growth(rows.history)[:, None]
+        raised = np.abs(scores, out=np.zeros_like(scores), where=is_end) * self._growth[:, None]
         return _sorted(token_ids, scores + raised)
-
-    def _growth(self, history: History) -> Floats:
-        begins = np.array([len(request.prompt) - request.num_forced for request in self.requests])
-        late = (history.lengths - begins - self._start).clip(min=0)
-        with np.errstate(over="ignore"):
-            growth: Floats = (np.minimum(self._factor**late, LARGEST_FACTOR) - 1).astype(np.float32)
-        return growth
 
 
 class _Suppress(Processor):
@@ -339,7 +324,7 @@ class _PrefixBias(Processor):
             self._next_ids, self._num_candidates = self._find_next(history), wanted + 1
             self.leaves_best = not (self._next_ids >= 0).any()
         # The token of the prefix may be the worst of all.
-        return wanted if self.leaves_best else self._vocab
+        return wanted if self.leaves_best else ALL
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         if self.leaves_best:
@@ -389,11 +374,8 @@ class _ForcedEnd(Processor):
 class _Renormalize(Processor):
     takes_logits = False
 
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
-
     def num_candidates(self, wanted: int, history: History) -> int:
-        return self._vocab
+        return ALL
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         shifted = scores - np.where(scores[:, :1] > -np.inf, scores[:, :1], 0)
@@ -404,7 +386,7 @@ class _Renormalize(Processor):
 def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Processor]:
     """Yield the processors that the options need, in the order they apply."""
     if config.sequence_bias:
-        yield _SequenceBias(config.sequence_bias, vocab)
+        yield _SequenceBias(dict(config.sequence_bias), vocab)  # type: ignore[arg-type]  # pairs, as checked
     if config.repetition_penalty != 1:
         yield _RepetitionPenalty(config.repetition_penalty, vocab)
     if config.no_repeat_ngram_size:
@@ -412,11 +394,11 @@ def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Proces
     if config.encoder_no_repeat_ngram_size:
         yield _EncoderNoRepeatNgram(config.encoder_no_repeat_ngram_size, vocab)
     if words := [word for word in config.bad_words_ids if len(word) > 1]:
-        yield _BadWords(words, vocab)
+        yield _SequenceBias(dict.fromkeys(words, -np.inf), vocab)
     if config.bans_ends:
         yield _MinLength(config, ends)
     if config.exponential_decay_length_penalty:
-        yield _FavoredEnd(config.exponential_decay_length_penalty, ends, vocab)
+        yield _FavoredEnd(config.exponential_decay_length_penalty, ends)
     # As in transformers, an end token is not banned as a bad word.
     single = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends.ids}
     if banned := frozenset({*config.suppress_tokens, *single}):

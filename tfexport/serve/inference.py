@@ -107,7 +107,8 @@ def parse_inputs(
     sources = _sources(tensors)
     if len(sources) > limits.max_texts:
         raise InvalidRequestError(f"{len(sources)} sources are given, the limit is {limits.max_texts}; send fewer")
-    inputs = {name: _value(tensor) for name, tensor in tensors.items() if name not in INPUTS}
+    given = {name: list(tensor.values) for name, tensor in tensors.items() if name not in INPUTS}
+    inputs = {name: one[0] if len(one) == 1 and name not in LISTS else one for name, one in given.items()}
     if twice := [name for name in (*inputs, "prefix") if name in parameters and name in tensors]:
         raise InvalidRequestError(f"{twice[0]} is given as a parameter and as an input, expected once")
     options = arguments({**parameters, **inputs}, limits.max_timeout_s)
@@ -182,7 +183,3 @@ def _column(tensor: Tensor) -> Sequence[Any]:
     if any(size != 1 for size in tensor.shape[1:]):
         raise InvalidRequestError(f"input {tensor.name} has the shape {list(tensor.shape)}, expected [sources]")
     return tensor.values
-
-
-def _value(tensor: Tensor) -> Any:
-    return tensor.values[0] if len(tensor.values) == 1 and tensor.name not in LISTS else list(tensor.values)

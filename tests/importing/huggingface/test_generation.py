@@ -174,14 +174,8 @@ def test_tokens_that_are_given_go_before_those_of_the_file(tmp_path: Path) -> No
         ({"num_beams": 100}, "num_beams is 100, expected 1 to 64; change it there, or remove it"),
         ({"bad_words_ids": [3]}, "bad_words_ids is (3,), expected a list of a list of a whole number"),
         ({"sequence_bias": [[[3, 41], 2.0]]}, "sequence_bias has 41, expected below the vocabulary of 41"),
-        (
-            {"sequence_bias": [[[3], [4]]]},
-            "sequence_bias has ((3,), (4,)), expected pairs of a list of ids and a number",
-        ),
-        (
-            {"exponential_decay_length_penalty": [1.5, 2]},
-            "exponential_decay_length_penalty is (1.5, 2), expected a whole",
-        ),
+        ({"sequence_bias": [[[3], [4]]]}, "sequence_bias has ((3,), (4,)), expected a list of ids and a number"),
+        ({"exponential_decay_length_penalty": [1.5, 2]}, "length_penalty is (1.5, 2), expected whole tokens"),
         ({"typical_p": 0.0, "do_sample": True}, "typical_p is 0.0, expected above 0 and up to 1"),
         ({"forced_bos_token_id": 41}, "forced_bos_token_id has 41, expected below the vocabulary of 41"),
         ({"num_return_sequences": 3}, "num_return_sequences is 3 but num_beams is 1"),
