@@ -220,11 +220,7 @@ decode_options = config_options(
     bad_words_ids={"type": CommaList(int), **_REPEATABLE},
     sequence_bias={"type": IdsAndNumber(int), "metavar": "IDS=NUMBER", **_REPEATABLE},
     stop_strings={"callback": _without_empty},
-    **{
-        one.name: f"--{one.name}/--no-{one.name}".replace("_", "-")
-        for one in settings(DecodeConfig)
-        if one.types == (bool,)
-    },
+    **{x.name: f"--{x.name}/--no-{x.name}".replace("_", "-") for x in settings(DecodeConfig) if x.types == (bool,)},
     **{name: {"type": NoneOr(_id_or_token), "metavar": "ID OR TOKEN"} for name in _NAMED_TOKENS},
 )
 
