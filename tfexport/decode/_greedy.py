@@ -66,7 +66,7 @@ def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:
 
 
 def _dropped(name: str, value: float, probabilities: Probabilities) -> Any:
-    """Return which tokens, the first of which is the best, an option of sampling drops."""
+    """Return which tokens, best first, a sampling option drops."""
     if name == "top_p":
         dropped = probabilities[:, ::-1].cumsum(1)[:, ::-1] <= 1 - value
         dropped[:, 0] = False
