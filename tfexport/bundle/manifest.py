@@ -85,11 +85,9 @@ class Provenance(Config, subject="provenance"):
     certificate_sha256: Sha256 | None = None  # of certificate.json; None if the weights were not imported
 
     def _problems(self) -> Iterator[str]:
-        if not (self.layout or "").isprintable():
-            yield f"layout is {shortened(self.layout)}, expected a name in one line"
-        for name in ("proof", "author"):
+        for name in ("layout", "proof", "author"):
             if not (getattr(self, name) or "").isprintable():
-                yield f"{name} is {shortened(getattr(self, name))}, expected a sentence in one line"
+                yield f"{name} is {shortened(getattr(self, name))}, expected printable text in one line"
 
 
 class ModuleEntry(Config, subject="module"):

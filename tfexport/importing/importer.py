@@ -137,11 +137,10 @@ def import_checkpoint(
         if layout is None:
             layout = task.find_layout(Budget(config.search_budget, report, partial(on_progress, "searching")), output)
         layout, unknown = task.settled(task.explained(layout), task.settings)
-        certificate = _certified(layout, proof, partial(on_progress, "certifying"))
-        canonical, notes = task.apply(layout)
+        certificate = _certified(layout, proof, partial(on_progress, "certifying")) if proof else None
+        canonical = task.apply(layout)
         own_notes, has_own_weights = task.compare_own_weights(layout, canonical)
-        if proof is None:
-            certificate, own_notes = task.compare_with_transformers(layout, canonical, certificate)
+        certificate = certificate or task.compare_with_transformers(layout, canonical)
     text = task.text(tokenizer, target_tokenizer, model_spec(canonical.config, "fp32"), has_own_weights=has_own_weights)
     defaults, generation_notes = task.generation(canonical.config, text.generation)
     certificate = replace(
@@ -167,7 +166,7 @@ def import_checkpoint(
         for name, tensor in canonical.tensors.items()
     }
     save_model(replace(canonical, tensors=tensors).model(), output, files=all_files, force=force)
-    notes = [*notes, *canonical.notes, *own_notes, *text.notes, *generation_notes, task.account.summary()]
+    notes = [*task.notes, *canonical.notes, *own_notes, *text.notes, *generation_notes, task.account.summary()]
     for note in notes:
         report(note)
     return Imported(layout, canonical.config, certificate, tuple(notes))
@@ -358,16 +357,17 @@ class _Import:
         except (CheckpointError, ConfigError, ParityError):
             return False
 
-    def apply(self, layout: Layout) -> tuple[Canonical, list[str]]:
+    def apply(self, layout: Layout) -> Canonical:
         proof = self.proof
         canonical = apply_layout(layout, self.tensors, attributes=proof.reference.attributes if proof else None)
         self.account.apply(canonical.lines, self.own)
         if proof is None:
-            return canonical, self.notes
+            return canonical
         used = [key for line in canonical.lines for key in line.sources]
         recorded = without_prefix(proof.reference.weights, [])
         note = check_weights(recorded, self.tensors, used, proof.path.name, next(iter(self.checkpoint.files)))
-        return canonical, [*self.notes, note] if note else self.notes
+        self.notes += [note] if note else []
+        return canonical
 
     def compare_own_weights(self, layout: Layout, canonical: Canonical) -> tuple[list[str], bool]:
         """Compare with the outputs of the model's own weights.
@@ -387,17 +387,16 @@ class _Import:
             remedy="record again with this checkpoint loaded, or give the layout.yaml of the proven import as --layout",
         )
 
-    def compare_with_transformers(
-        self, layout: Layout, canonical: Canonical, certificate: Certificate
-    ) -> tuple[Certificate, list[str]]:
-        """Compare a Hugging Face directory; also return a note if it cannot be."""
+    def compare_with_transformers(self, layout: Layout, canonical: Canonical) -> Certificate:
+        """Compare a Hugging Face directory, or note why it is not proven."""
         reason = "there are no reference outputs"
         if self.family and self.config.compare:
             try:
-                return prove(self.path, self.hf_config or {}, layout, canonical), []
+                return prove(self.path, self.hf_config or {}, layout, canonical)
             except BackendError as error:
                 reason += f", and it was not compared with transformers: {error}"
-        return certificate, [f"the import is not proven: {reason}"]
+        self.notes.append(f"the import is not proven: {reason}")
+        return Certificate(layout=layout.name, proven=False, unverified=("everything: there are no reference outputs",))
 
     def unknown_weights(self) -> tuple[str, ...]:
         """Return a line if the reference file does not show whose weights it has."""
@@ -438,9 +437,7 @@ class _Import:
         return read_generation(found, own, config.tokens, config.target_vocab, self.own_settings)
 
 
-def _certified(layout: Layout, proof: _Proof | None, on_progress: Callable[[float], None]) -> Certificate:
-    if proof is None:
-        return Certificate(layout=layout.name, proven=False, unverified=("everything: there are no reference outputs",))
+def _certified(layout: Layout, proof: _Proof, on_progress: Callable[[float], None]) -> Certificate:
     canonical, wanted = proof.apply(layout), tolerance(proof.reference, layout.baseline)
     found = compare(canonical, proof.reference)
     if not found.passed(wanted):

@@ -23,26 +23,19 @@ _UNREAD = (
     *("extra_pos_embeddings", "layernorm_variant", "normalize_before", "normalize_embedding"),
     "static_position_embeddings",
 )
-# Values of transformers for keys that a config.json leaves out.
-_DEFAULTS: dict[str, Any] = {"activation_function": "gelu", "scale_embedding": False, "max_position_embeddings": 1024}
-_DEFAULTS |= {"encoder_layers": 12, "encoder_attention_heads": 16, "decoder_layers": 12, "decoder_attention_heads": 16}
-_BLENDERBOT = {"encoder_layers": 2, "encoder_attention_heads": 32, "decoder_layers": 24, "decoder_attention_heads": 32}
-_BLENDERBOT |= {"max_position_embeddings": 128}
-_PLBART = {"encoder_layers": 6, "encoder_attention_heads": 12, "decoder_layers": 6, "decoder_attention_heads": 12}
-_PLBART |= {"scale_embedding": True}
-_SCALED_RELU = {"activation_function": "relu", "scale_embedding": True}
+# Values of transformers for keys that a config.json may lack.
+_DEFAULTS = {"encoder_layers": 12, "decoder_layers": 12, "activation_function": "gelu", "scale_embedding": False}
+_PLBART = {**_DEFAULTS, "encoder_layers": 6, "decoder_layers": 6, "scale_embedding": True}
+_RELU = {**_DEFAULTS, "activation_function": "relu", "scale_embedding": True}
 _UNUSED = ("model.*coder.version", "model.*coder.embed_positions.weights")
-_M2M100 = ("M2M100Tokenizer", "NllbTokenizer")
+_M2M100, _M2M100_FILES = ("M2M100Tokenizer", "NllbTokenizer"), (SPM_BPE, "vocab.json")
 _MARIAN_FILES = ("source.spm", "target.spm", "vocab.json")
 
 
-def _family(
-    model_type: str, *tokenizers: str, layout: str = "", defaults: Mapping[str, Any] | None = None, **more: Any
-) -> Family:
+def _family(model_type: str, *tokenizers: str, layout: str = "", **more: Any) -> Family:
     """Return a family with BART's config.json."""
-    layout = layout or f"hf_{model_type}"
-    both = {**_DEFAULTS, **(defaults or {})}
-    return Family(model_type, lambda _: layout, _settings, tokenizers, both, unread=_UNREAD, unused=_UNUSED, **more)
+    more = {"defaults": _DEFAULTS, "unread": _UNREAD, "unused": _UNUSED, **more}
+    return Family(model_type, lambda _: layout or f"hf_{model_type}", _settings, tokenizers, **more)
 
 
 def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
@@ -128,12 +121,10 @@ def _added_later(directory: Path, settings: Mapping[str, Any], first: int, limit
 FAMILIES = (
     _family("bart", "BartTokenizer"),
     _family("mbart", "MBartTokenizer", "MBart50Tokenizer"),
-    _family("pegasus", "PegasusTokenizer"),
     _family("mvp", "MvpTokenizer", layout="hf_bart"),
     _family("plbart", "PLBartTokenizer", layout="hf_bart", defaults=_PLBART),
-    _family("blenderbot", "BlenderbotTokenizer", defaults=_BLENDERBOT),
-    _family(
-        "m2m_100", *_M2M100, defaults=_SCALED_RELU, convert=_convert_m2m100, tokenizer_files=(SPM_BPE, "vocab.json")
-    ),
+    _family("pegasus", "PegasusTokenizer"),
+    _family("blenderbot", "BlenderbotTokenizer", defaults=_DEFAULTS | {"encoder_layers": 2, "decoder_layers": 24}),
+    _family("m2m_100", *_M2M100, defaults=_RELU, convert=_convert_m2m100, tokenizer_files=_M2M100_FILES),
     _family("marian", "MarianTokenizer", convert=_convert_marian, tokenizer_files=_MARIAN_FILES),
 )

@@ -9,9 +9,9 @@ from tfexport.importing.huggingface import Family, Reader
 from tfexport.nn.switches import Value
 
 _LENGTH = 512  # T5 has no maximum length; it was trained with this one
-_DEFAULTS = {"num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu", "layer_norm_epsilon": 1e-6}
-_DEFAULTS |= {"relative_attention_max_distance": 128}
-_DEFAULTS_OF_MT5 = {**_DEFAULTS, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"}
+# Values of transformers for keys that a config.json may lack.
+_DEFAULTS = {"num_layers": 6, "feed_forward_proj": "relu"}
+_DEFAULTS_OF_MT5 = {"num_layers": 8, "feed_forward_proj": "gated-gelu"}
 _UNUSED = ("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 
@@ -31,9 +31,9 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.removeprefix("gated-")
     return {
         **reader.activation("feed_forward_proj", activation),
-        "norm_eps": config["layer_norm_epsilon"],
+        "norm_eps": config.get("layer_norm_epsilon", 1e-6),
         "num_heads": reader.whole("num_heads"),
-        "relative_max_distance": config["relative_attention_max_distance"],
+        "relative_max_distance": config.get("relative_attention_max_distance", 128),
         "logit_scale": "d_model ** -0.5" if scaled else 1.0,
         "max_length": reader.whole("n_positions") if "n_positions" in config else _LENGTH,
     }

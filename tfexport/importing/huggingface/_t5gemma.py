@@ -13,9 +13,7 @@ _SHARED = (
     *("attn_logit_softcapping", "hidden_activation", "hidden_size", "query_pre_attn_scalar", "rms_norm_eps"),
     *("rope_parameters", "rope_scaling", "rope_theta"),
 )
-_DEFAULTS = {"num_hidden_layers": 26, "num_attention_heads": 8, "hidden_activation": "gelu_pytorch_tanh"}
-_DEFAULTS |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_DEFAULTS |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "max_position_embeddings": 8192}
+_DEFAULTS = {"num_hidden_layers": 26, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
@@ -31,10 +29,10 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     if reader.config.get("is_encoder_decoder") is False:
         reader.problems.append("is_encoder_decoder is False, expected a decoder too")
     found: dict[str, Value] = {
-        **encoder.activation("hidden_activation", encoder.config["hidden_activation"]),
+        **encoder.activation("hidden_activation", encoder.config.get("hidden_activation")),
         "num_heads": encoder.whole("num_attention_heads"),
         "dec.num_heads": decoder.whole("num_attention_heads"),
-        "norm_eps": encoder.config["rms_norm_eps"],
+        "norm_eps": encoder.config.get("rms_norm_eps", 1e-6),
         "rotary_base": _rotary_base(encoder),
         "attention_scale": max(encoder.whole("query_pre_attn_scalar"), 1) ** -0.5,
         "attention_softcap": encoder.config["attn_logit_softcapping"] or 0.0,
