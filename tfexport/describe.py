@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import math
@@ -27,6 +26,7 @@ from tfexport._io.names import (
     TOKENIZER,
     checked_path,
 )
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults
@@ -178,8 +178,7 @@ def _inspect_graph(path: Path) -> dict[str, Any]:
 
 
 def _file(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    return FileEntry.of(path).to_dict()
 
 
 def _stored_tensors(path: Path) -> list[dict[str, Any]]:

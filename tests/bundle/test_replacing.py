@@ -179,11 +179,6 @@ def test_a_long_name_has_short_temporary_names(tmp_path: Path, name: str) -> Non
     assert siblings(tmp_path / name) == []
 
 
-def test_a_name_that_is_too_long_is_refused_before_any_work(tmp_path: Path) -> None:
-    cannot_create(tmp_path / ("x" * 256), "File name too long")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_manifest_of_an_engine_is_read_as_the_engine_reads_it(bundle: Path, engine: Path) -> None:
     manifest = open_engine(bundle, NAME).manifest
     read = EngineFiles.read(engine)

@@ -22,8 +22,6 @@ import tfexport
 from tests import tiny
 from tests.bundle.made import CONTENT, edit, fill
 from tfexport._io.signature import SigningKey, TrustedKeys
-from tfexport.bench.config import BenchConfig, resolve
-from tfexport.bench.run import run_process
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
 from tfexport.describe import inspect_path
@@ -254,17 +252,6 @@ def test_every_command_that_opens_a_bundle_requires_a_signature(signed: Path, ot
             assert done.stderr.count("\n") == 1
         (signed / SIGNATURE).unlink(missing_ok=True)
     assert (signed / "manifest.json").read_bytes() == before
-
-
-def test_bench_requires_a_signature(dates: Path, keys: Keys, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    short = ("--processes", "1", "--duration", "0.2", "--backend", "ort", "--json", report, "--no-verify")
-    done = run("bench", dates, "--trusted-keys", keys.trust, *short)
-    assert done.exit_code == 0, done.output
-    assert "trusted_keys" not in report.read_text()
-    config = BenchConfig(trusted_keys=(str(tmp_path / "none.pub"),), processes=1)
-    with pytest.raises(ConfigError, match=r"trusted_keys: .*none\.pub is missing"):
-        run_process(dates, resolve(config, open_bundle(dates).manifest.spec, has_texts=False), None, 0)
 
 
 def test_inspect_prints_whether_the_bundle_is_signed(dates: Path, dates_bundle: Path, keys: Keys, others: Keys) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 import signal
@@ -106,16 +105,6 @@ def test_an_unfinished_or_spoiled_bundle_is_not_published(tmp_path: Path) -> Non
     with pytest.raises(BundleError, match=r"graphs\.encoder is 'encoder\.onnx', which is not among"):
         make(tmp_path / "bundle", content)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
-    with create_bundle(tmp_path / "bundle") as builder:
-        fill(builder)
-        cannot_create(tmp_path / "bundle", "being written by another process")
-        make(tmp_path / "other")
-        assert builder.path.exists()
-    open_bundle(tmp_path / "bundle")
-    make(tmp_path / "bundle", force=True)
 
 
 def test_concurrent_writers_succeed_or_report_why_not(tmp_path: Path) -> None:
@@ -241,15 +230,6 @@ def test_a_bundle_opens_as_it_was_made(bundle: Path) -> None:
     assert (manifest.versions, manifest.parity) == (FACTS["versions"], FACTS["parity"])
     assert manifest.files["encoder.onnx"].sha256 == hashlib.sha256(CONTENT["encoder.onnx"]).hexdigest()
     assert siblings(bundle) == []
-
-
-def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = make(tmp_path / "one")
-    second = make(tmp_path / "two", dict(reversed(CONTENT.items())))
-    text = first.path.joinpath("manifest.json").read_bytes()
-    assert text == second.path.joinpath("manifest.json").read_bytes()
-    assert text.endswith(b"}\n")
-    assert text == (json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n").encode()
 
 
 def test_an_encoder_only_bundle_of_a_user_s_module(tmp_path: Path) -> None:

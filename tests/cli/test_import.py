@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 from torch import Tensor
 
 import tfexport
@@ -102,18 +102,6 @@ def test_weights_that_are_not_those_of_the_reference_are_refused(own: Path, tmp_
     assert not (tmp_path / "n").exists()
     run(tmp_path / "later.pt", "--output", tmp_path / "n", "--layout", tmp_path / "m" / "layout.yaml")
     assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
-
-
-def test_averaged_weights_are_imported_by_their_entry(own: Path, tmp_path: Path) -> None:
-    run(own / "model.pt", "--output", tmp_path / "m", "--reference", own / "reference.safetensors")
-    usual = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
-    weights = later_checkpoint(own, tmp_path / "later.pt")
-    torch.save({"model": usual, "ema": weights}, tmp_path / "both.pt")
-    layout = ("--layout", tmp_path / "m" / "layout.yaml")
-    for name, options, expected in (("plain", (), usual), ("averaged", ("--entry", "ema"), weights)):
-        run(tmp_path / "both.pt", "--output", tmp_path / name, *layout, *options)
-        found = load_file(tmp_path / name / "model.safetensors")["out.weight"]
-        assert torch.equal(found, expected["generator.weight"])
 
 
 def test_weights_are_the_same_in_every_format_and_width_that_holds_them(own: Path, tmp_path: Path) -> None:
@@ -357,13 +345,6 @@ def test_a_vocabulary_list(own: Path, tmp_path: Path) -> None:
     assert found.encode("the dog  sat .").ids == [4, 3, 6, 7]
     assert found.decode([1, 4, 5, 2, 0]) == "the cat"
     assert [found.id_to_token(i) for i in range(8)] == WORDS
-
-
-def test_a_tokenizer_json_is_copied(own: Path, tmp_path: Path) -> None:
-    ids = {word: i for i, word in enumerate(WORDS)}
-    Tokenizer(models.WordLevel(ids, unk_token="<unk>")).save(str(tmp_path / "t.json"))
-    imported_with(tmp_path / "t.json", own, tmp_path / "m")
-    assert (tmp_path / "m" / "tokenizer.json").read_bytes() == (tmp_path / "t.json").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -195,15 +195,16 @@ def test_equal_input_gives_equal_bytes_with_an_alignment_or_without(post: Path, 
     ]
     done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    files = {"encoder.onnx", "decoder.onnx", "reorder.onnx", "weights.safetensors", "manifest.json"}
+    files = {"encoder.onnx", "decoder.onnx", "reorder.onnx", "weights.safetensors", "manifest.json", "README.md"}
     assert {file.name for file in (tmp_path / "b").iterdir()} == files
-    for name in files - {"manifest.json"}:
+    for name in files - {"manifest.json", "README.md"}:
         assert (post / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     one, other = (json.loads((path / "manifest.json").read_text()) for path in (post, tmp_path / "b"))
     for key in ("alignment", "parity", "provenance", "self_sha256"):
         assert one.pop(key) != other.pop(key, None)
     for kind in ("graphs", "files"):
         one[kind] = {name: entry for name, entry in one[kind].items() if name in other[kind]}
+    assert one["files"].pop("README.md") != other["files"].pop("README.md")
     assert one == other
 
 

@@ -179,8 +179,7 @@ def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bund
     assert (manifest["checkpoint"], manifest["identity"]) == ({"model.pt": entry}, NAMED)
     assert manifest["provenance"] == {
         **Manifest.from_bytes((bundle / "manifest.json").read_bytes()).proof.to_dict(),
-        "layout": certificate["layout"],
-        "proven": True,
+        **{name: certificate[name] for name in ("layout", "proven", "author", "origin")},
         **{
             f"{file.split('.')[0]}_sha256": hashlib.sha256((unproven.model / file).read_bytes()).hexdigest()
             for file in ("certificate.json", "layout.yaml")

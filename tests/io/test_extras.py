@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tfexport._io import extras
-from tfexport._io.extras import extra_command, install_command, older_cuda_command, repair_command, replacing_command
+from tfexport._io.extras import install_command
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -21,19 +21,6 @@ def test_a_module_comes_with_an_extra_that_brings_it(module: str) -> None:
     brought = " ".join(EXTRAS[extra]).replace("-", "_")
     by = {"yaml": "pyyaml", "starlette": "fastapi", "pydantic": "fastapi"}
     assert by.get(module, module) in brought
-
-
-def test_commands_are_spelled_out() -> None:
-    assert install_command("onnxruntime") == "pip install 'tfexport[cpu]' (or [gpu], never both)"
-    older = "'cuda-python<13' for drivers older than 580"
-    assert install_command("cuda") == f"pip install 'cuda-python>=12.6' ({older})"
-    assert (older_cuda_command(13), older_cuda_command(12)) == ("pip install 'cuda-python<13'", "")
-    assert install_command("oops") == ""
-    assert extra_command("") == "pip install --upgrade tfexport"
-    assert replacing_command("gpu") == "pip uninstall -y onnxruntime && pip install 'tfexport[gpu]'"
-    assert replacing_command("rtx") == "pip install 'tfexport[rtx]'"
-    both = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install --force-reinstall 'tfexport[cpu]'"
-    assert repair_command("onnxruntime", "onnxruntime") == both
 
 
 def test_no_other_file_names_an_extra() -> None:

@@ -61,12 +61,7 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Lock `target` against other writers; its parent must exist.
-
-    Raises:
-        BundleError: another process, or thread, is writing it.
-        OSError: the lock file cannot be created.
-    """
+    """Lock `target`, whose parent must exist; BundleError if it is being written."""
     path = target.with_name(f".{_stem(target)}.lock")
     lock = None
     try:

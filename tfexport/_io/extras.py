@@ -14,6 +14,7 @@ _EXTRAS = {
         "sign": "cryptography",
         "bulk": "pyarrow",
         "hf": "transformers",
+        "hub": "huggingface_hub",
         "bench": "httpx jinja2 matplotlib",
     }.items()
     for module in modules.split()

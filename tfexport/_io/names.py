@@ -18,6 +18,7 @@ CERTIFICATE = "certificate.json"  # of an import, as the next one
 LAYOUT = "layout.yaml"
 # Bundles; the names of the weight files are in `tfexport.contract`.
 MANIFEST = "manifest.json"
+CARD = "README.md"  # also of Hugging Face directories
 # Engines of a bundle; `kernels` has a folder per GPU, whose files are named after the plans.
 ENGINE_MANIFEST = "engine.json"
 BUILD_LOG = "build.log"
@@ -31,8 +32,7 @@ ENGINE_SIGNATURE = "engine.json.sig"
 def checked_path(value: object, name: str) -> Path:
     """Return a caller's path, which need not exist.
 
-    Raises:
-        ConfigError: it is not a path, contains a null character or is not UTF-8, which ONNX Runtime needs.
+    Raises ConfigError if it has a null character or is not UTF-8, which ONNX Runtime needs.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(text, str):

@@ -35,11 +35,7 @@ def call_in_process(
     """Call a function, "module:name", in a new Python process and return its result.
 
     Arguments and result are JSON values, except `data`, the last argument. With a memory limit, which counts the
-    address space, the process cannot write files and can open only a few.
-
-    Raises:
-        ProcessError: the process exceeded a limit, crashed or failed.
-        TfexportError: raised by the function.
+    address space, the process cannot write files and can open only a few. A crash or a limit raises ProcessError.
     """
     request = {"function": function, "arguments": arguments, "memory": memory_bytes, "cpu": cpu_s}
     try:

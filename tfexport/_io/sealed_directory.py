@@ -40,9 +40,7 @@ class FileEntry(Config, subject="file"):
 def read_manifest(folder: Path, name: str) -> bytes:
     """Read a manifest, without following links.
 
-    Raises:
-        BundleError: it is missing, too large or not a plain file; the error has no subject and no remedy.
-        OSError: it cannot be read.
+    Its BundleError has no subject and no remedy.
     """
     try:
         status = os.lstat(folder / name)
@@ -65,8 +63,7 @@ def file_problems(
 ) -> list[str]:
     """List files that are missing, changed, not in the manifest or not plain files.
 
-    The manifest and its signature need no entry. Only the size of `unread` files is compared. The
-    subdirectory `without` is skipped.
+    Only the size of `unread` files is compared. The subdirectory `without` is skipped.
     """
     signature = manifest + SIGNATURE_SUFFIX
     problems = []
@@ -142,12 +139,8 @@ def written(
 ) -> Iterator[Path]:
     """Yield an empty directory, which becomes `target` at the end.
 
-    Args:
-        target: without symbolic links; missing parents are created.
-        what: name of the target in errors.
-        check: raises if an existing target may not be replaced. It is called with the target before the block runs, and
-            with the path to which the target was moved, just before it is deleted.
-        remedy: for errors other than a full disk.
+    `check` raises if a folder may not be replaced. It is called with the target before the block runs, and with the
+    path to which the target was moved, just before it is deleted. `what` is the target's name in errors.
     """
     with ExitStack() as stack:
         with write_errors(what, remedy=remedy):

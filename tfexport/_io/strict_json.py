@@ -24,9 +24,8 @@ _MAX_LISTED = 8
 def parse_json(raw: bytes) -> Any:
     """Read JSON in UTF-8 without a byte order mark.
 
-    Raises:
-        ValueError: it is not JSON, or has something that Python accepts: NaN, Infinity, numbers such as 1e999, more
-            than MAX_DEPTH levels, half of a surrogate pair, or duplicate keys.
+    Raises ValueError, also for what Python accepts: NaN, Infinity, numbers such as 1e999, more than MAX_DEPTH levels,
+    half of a surrogate pair, or duplicate keys.
     """
     duplicates: list[str] = []
 
@@ -75,11 +74,9 @@ def plain_problem(path: Path) -> str | None:
 
 
 def read_json(path: Path, name: str) -> Any:
-    """Read a configuration file of at most 1 MiB; errors begin with `name`.
+    """Read a configuration file of at most 1 MiB as `parse_json` does.
 
-    Raises:
-        ConfigError: it is not a plain file, too large, or not JSON (see `parse_json`).
-        OSError: it cannot be read.
+    The ConfigError of whatever is wrong begins with `name`.
     """
     if problem := plain_problem(path):
         raise ConfigError(f"{name}: {problem}; a model directory has config.json and model.safetensors")
@@ -118,9 +115,7 @@ def seal(data: dict[str, Any]) -> bytes:
 def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
     """Read an object that `seal` wrote; `read` converts it, without its hash.
 
-    Raises:
-        BundleError: it is not JSON, was changed, was made by a version newer than `format_version`, or `read` raised
-            ConfigError. The message has `name` and ends with `remedy`.
+    The BundleError of whatever is wrong has `name` and ends with `remedy`.
     """
     data = parse(raw, name, remedy)
     version = data.get("format_version")

@@ -1,17 +1,7 @@
 """A bundle: one directory with a model's graphs, its weights and a manifest.
 
-    manifest.json          describes the bundle; lists size and sha256 of every other file
-    manifest.json.sig      optional signature of manifest.json
-    encoder.onnx           graphs; their weights are external data in
-    weights.safetensors    one file for all graphs, readable as safetensors
-    tokenizer.json         optional, Hugging Face tokenizers
-    target_tokenizer.json  optional, if the target has its own tokenizer
-    generation.json        optional default decoding options
-    parity.json            optional report of the verification
-    engines/               optional TensorRT engines, each a sealed directory of its own
-
-Every file is hashed before it is used; only `load` hashes the weights later, while it builds a session. Hashes find
-damage and mix-ups. Only a signature proves who made a bundle.
+The manifest lists every file but those of engines. Every file is hashed before it is used; only `load` hashes the
+weights later, while it builds a session. Hashes find damage and mix-ups. Only a signature proves who made a bundle.
 """
 
 from __future__ import annotations
@@ -87,10 +77,9 @@ class Builder:
         self.drops_signature = replaces_signed and key is None
 
     def finish(self, draft: Draft) -> None:
-        """Hash all files, then write and sign the manifest.
+        """Hash all files, then write and sign the manifest; call it again after a change.
 
-        Afterwards `open_bundle(path)` works, so the bundle can be verified before it is published. Call `finish` again
-        after adding or changing files.
+        Afterwards `open_bundle(path)` works, so the bundle can be verified before it is published.
         """
         found = dict(sorted(walk(self.path, without=ENGINES)))
         problems = [problem for name, status in found.items() if (problem := plain_problem(name, status))]
@@ -118,15 +107,8 @@ def open_bundle(
     """Open a bundle and check its signature, its manifest and the hashes of its files.
 
     If a writer was killed while replacing the bundle, the previous bundle is restored. `path` may be a symbolic link.
-
-    Args:
-        path: the directory.
-        weights: False checks only the sizes of the weight files; call `check_weights` for their hashes.
-        trusted_keys: one of them must have signed the manifest; None accepts every bundle.
-
-    Raises:
-        BundleError: the bundle is missing, made by a newer version or not signed by one of the keys; or lists every
-            file that is changed, missing, not in the manifest or not a plain file.
+    Without `weights`, only the sizes of the weight files are checked; call `check_weights` for their hashes. The
+    BundleError lists every file that is changed, missing, not in the manifest or not a plain file.
     """
     path = checked_path(path, "bundle")
     root = Path(os.path.realpath(path))
@@ -198,9 +180,8 @@ def _unreadable(path: Path, error: OSError) -> BundleError:
 def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None = None) -> Iterator[Builder]:
     """Write a bundle that appears as `output`, complete or not at all, at the end.
 
-    Call `finish` of the builder before the block ends. Missing parents are created, a symbolic link is followed. After
-    an error the former `output` is unchanged. `force` replaces a bundle or an empty directory; it keeps the engines of
-    the replaced bundle, and never deletes files that no manifest lists. `key` signs the bundle.
+    Call `finish` before the block ends. After an error the former `output` is unchanged. `force` replaces a bundle or
+    an empty directory; it keeps the bundle's engines, and never deletes files that no manifest lists.
     """
     output = checked_path(output, "output")
     target = Path(os.path.realpath(output))

@@ -1,8 +1,4 @@
-"""Find the files of a bundle's engines.
-
-`tfexport.tensorrt` decides whether an engine can run. A bundle only has to know which files under `engines/` belong to
-engines, to copy or delete them and to refuse others.
-"""
+"""Find the files of a bundle's engines, to copy, delete or refuse them."""
 
 from __future__ import annotations
 

@@ -83,11 +83,15 @@ class Provenance(Config, subject="provenance"):
     layout: str | None = None  # name of the checkpoint layout; None if the weights were not imported
     layout_sha256: Sha256 | None = None  # of layout.yaml; None if the model directory has none
     certificate_sha256: Sha256 | None = None  # of certificate.json; None if the weights were not imported
+    # Of the checkpoint, if known: repository, revision and commit on the Hub, license, pipeline_tag.
+    origin: Mapping[str, str] = field(default_factory=dict)
 
     def _problems(self) -> Iterator[str]:
         for name in ("layout", "proof", "author"):
             if not (getattr(self, name) or "").isprintable():
                 yield f"{name} is {shortened(getattr(self, name))}, expected printable text in one line"
+        if not "".join(self.origin.values()).isprintable():
+            yield f"origin is {shortened(self.origin)}, expected printable texts in one line"
 
 
 class ModuleEntry(Config, subject="module"):
@@ -123,6 +127,11 @@ class Draft(Config, subject=MANIFEST):
         if self.module is not None:
             return MODULE
         return self.provenance.author if self.provenance and self.provenance.proven else None
+
+    @property
+    def proof(self) -> Proof:
+        """What the outputs were compared with, also in bundles of earlier versions."""
+        return proof_of((self.parity or {}).get("passed"), self.author)
 
 
 class Manifest(Draft, subject=MANIFEST):
@@ -206,11 +215,6 @@ class Manifest(Draft, subject=MANIFEST):
     def has_tokenizer(self) -> bool:
         """Whether the model accepts texts in addition to token ids."""
         return TOKENIZER in self.files
-
-    @property
-    def proof(self) -> Proof:
-        """What the outputs were compared with, also in bundles of earlier versions."""
-        return proof_of((self.parity or {}).get("passed"), self.author)
 
     @property
     def accuracy(self) -> Accuracy:

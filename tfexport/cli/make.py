@@ -44,8 +44,8 @@ def import_(checkpoint: Path, output: Path, **options: Any) -> None:
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
     CHECKPOINT is a safetensors file, sharded or not, a file of torch.save, a folder of Lightning or accelerate, or a
-    Hugging Face directory of Marian, BART, T5 or a similar family. With --reference the import is accepted only if it
-    reproduces the outputs of the original.
+    Hugging Face directory of Marian, BART, T5 or a similar family, also OWNER/NAME[@REVISION] on the Hub. With
+    --reference the import is accepted only if it reproduces the outputs of the original.
     """
     settings = config_of(ImportConfig, options)
     files = {name: options[name] for name in ("reference", "tokenizer", "target_tokenizer", "force")}

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tfexport._io.names import CARD
 from tfexport._io.signature import SigningKey
 from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
+from tfexport.bundle.card import render_card
 from tfexport.bundle.manifest import Draft, Identity
 from tfexport.bundle.status import proof_of
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, GraphEntry
@@ -93,6 +95,8 @@ def export_bundle(
             identity=identity or Identity(),
             module=opened.module,
         )
+        card = render_card(draft, has_tokenizer=opened.tokenizer is not None)
+        (builder.path / CARD).write_text(card, encoding="utf-8")
         builder.finish(draft)
     for name in builder.stale_engines:
         report(f"engine {name} was built from other graphs and cannot be used; build it again or remove engines/{name}")

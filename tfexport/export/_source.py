@@ -110,6 +110,7 @@ def _imported(directory: Path, report: Report) -> tuple[dict[str, FileEntry], Pr
         "layout": found["layout"],
         "proven": False if changes else found["proven"],
         "author": found.get("author", REFERENCE),
+        "origin": found.get("origin", {}),
         "certificate_sha256": _sha256(path),
         "layout_sha256": _sha256(layout) if layout.is_file() else None,
     }

@@ -42,18 +42,8 @@ def write_graphs(
 ) -> dict[str, GraphEntry]:
     """Trace a model, and write and check its graphs and their weight file.
 
-    Args:
-        model: in eval mode; a copy of it is cast to the precision of `spec`.
-        spec: of the model.
-        directory: receives `NAME.onnx` for each graph and the weight file.
-        variants: variants of the decoder; those that do not support the model are skipped.
-        opset: of the encoder and of all variants except static.
-        alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment graph.
-        speculation: let the contrib variant return the logits of several positions.
-        report: receives progress lines.
-
-    Raises:
-        GraphError: the model cannot be traced, no requested variant supports it, or a graph violates the contract.
+    The model is in eval mode; a copy of it is cast to the precision of `spec`. Variants that do not support it are
+    skipped. `opset` does not apply to the static variant. `alignment` is as `AlignmentHeads.within` returns it.
     """
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}

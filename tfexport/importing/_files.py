@@ -20,17 +20,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tfexport._io.names import CONFIG, MODEL_WEIGHTS
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.errors import CheckpointError, ConfigError, printable, raise_all, shortened
 from tfexport.importing._buffers import buffer_kind
 from tfexport.importing._torch_file import STATE_DICT_ONLY, is_torch_file, read_torch
 
 GENERATION_CONFIG = "generation_config.json"
-_INDEX = ".index.json"
+INDEX = ".index.json"
 # File names of transformers and accelerate, in order of preference.
-_WEIGHTS = (MODEL_WEIGHTS, f"{MODEL_WEIGHTS}{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
+WEIGHTS = (MODEL_WEIGHTS, f"{MODEL_WEIGHTS}{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 # Lightning writes checkpoints to the folder of a version or its subfolder "checkpoints".
-_FOLDERS, _SUFFIXES = (".", "checkpoints"), (".ckpt", ".pt", ".pth", ".safetensors")
+_FOLDERS, SUFFIXES = (".", "checkpoints"), (".ckpt", ".pt", ".pth", ".safetensors")
 # Keys under which training loops save the state dict, in order of preference.
 _WRAPPERS = ("model_state_dict", "state_dict", "model", "model_state", "net", "network", "weights", "params")
 # DistributedDataParallel, torch.compile and Lightning add these prefixes to every key.
@@ -58,14 +59,6 @@ _CHUNK_BYTES = 8 * 1024 * 1024
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class FileSum:
-    """Size and SHA-256 (lower-case hex) of the bytes read from a file."""
-
-    bytes: int
-    sha256: str
-
-
 class LeftOut(NamedTuple):
     """Tensors outside of the state dict; without a reason, they are unexplained."""
 
@@ -80,7 +73,7 @@ class Checkpoint:
     """State dict and metadata of a checkpoint; do not modify the tensors."""
 
     tensors: Mapping[str, Tensor]
-    files: Mapping[str, FileSum] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
     hf_config: Mapping[str, Any] | None = None
     hf_generation: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
@@ -98,7 +91,7 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
     config: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] = {}
     tensors: Mapping[str, Tensor] = {}
-    sums: dict[str, FileSum] = {}
+    sums: dict[str, FileEntry] = {}
     try:
         if not path.is_dir() and (problem := plain_problem(path)):
             raise CheckpointError(f"{path}: {problem}; give a state dict file or a Hugging Face directory")
@@ -108,7 +101,7 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
             generation = _read_object(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).exists() else {}
         elif weights != path:
             notes.append(f"taken from {weights.relative_to(path)}")
-        for file in _shards(weights) if weights.name.endswith(_INDEX) else [weights]:
+        for file in _shards(weights) if weights.name.endswith(INDEX) else [weights]:
             part, sums[printable(file.name)] = _read_file(file, entry, notes, left)
             if twice := sorted(part.keys() & tensors.keys()):
                 raise CheckpointError(f"{file}: {twice[0][:120]} is in another shard too; save the checkpoint again")
@@ -126,9 +119,9 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
 
 
 def _weights_in(folder: Path) -> Path:
-    if known := next((folder / name for name in _WEIGHTS if (folder / name).exists()), None):
+    if known := next((folder / name for name in WEIGHTS if (folder / name).exists()), None):
         return known
-    found = [file for name in _FOLDERS for file in sorted((folder / name).glob("*")) if file.suffix in _SUFFIXES]
+    found = [file for name in _FOLDERS for file in sorted((folder / name).glob("*")) if file.suffix in SUFFIXES]
     if len(found) == 1:
         return found[0]
     if found:
@@ -140,7 +133,7 @@ def _weights_in(folder: Path) -> Path:
         remedy = f"it was sharded by FSDP: join it with accelerate merge-weights {shards.parent} JOINED"
     else:
         remedy = "give a state dict file or a Hugging Face directory"
-    problem = f"is a directory without {CONFIG} and weights ({', '.join(_WEIGHTS)}) or one checkpoint"
+    problem = f"is a directory without {CONFIG} and weights ({', '.join(WEIGHTS)}) or one checkpoint"
     raise CheckpointError(problem, subject=str(folder), remedy=remedy)
 
 
@@ -167,7 +160,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_file(
     path: Path, entry: str | None, notes: list[str], left: list[LeftOut]
-) -> tuple[dict[str, Tensor], FileSum]:
+) -> tuple[dict[str, Tensor], FileEntry]:
     with snapshot(path) as (copy, file_sum):
         content = _read_content(copy, path)
         if entry is not None:
@@ -184,7 +177,7 @@ def _read_file(
 
 
 @contextmanager
-def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
+def snapshot(path: Path) -> Iterator[tuple[Path, FileEntry]]:
     """Copy a file into private memory; yield the path, for this block, and checksum."""
     with (
         path.open("rb", buffering=0) as file,
@@ -204,7 +197,7 @@ def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
             raise CheckpointError(f"{path}: was changed while it was read; try again when it is complete")
         descriptors = Path("/proc/self/fd")
         folder = descriptors if descriptors.exists() else Path("/dev/fd")
-        yield folder / str(copy.fileno()), FileSum(size, digest.hexdigest())
+        yield folder / str(copy.fileno()), FileEntry(bytes=size, sha256=digest.hexdigest())
 
 
 def _read_content(copy: Path, path: Path) -> Any:

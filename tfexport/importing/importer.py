@@ -24,6 +24,7 @@ from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.scope import check_config, check_names, head_note
 from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, detect, not_found
+from tfexport.importing.hub import locate
 from tfexport.importing.huggingface import (
     Family,
     Reader,
@@ -108,8 +109,8 @@ def import_checkpoint(
     the checkpoint. The weights keep their dtypes.
 
     Args:
-        path: a checkpoint: a safetensors or `torch.save` file, a Hugging Face directory, or an accelerate or Lightning
-            folder.
+        path: a checkpoint: a safetensors or `torch.save` file, a Hugging Face directory, an accelerate or Lightning
+            folder, or [OWNER/]NAME[@REVISION] on the Hugging Face Hub.
         output: model directory to create.
         config: layout, heads and settings.
         reference: file of reference outputs, written by `tfexport.record_reference`.
@@ -131,6 +132,7 @@ def import_checkpoint(
     check_free(output, force=force)
     reference = reference or golden
     options = read_options(path, config, reference, tokenizer, target_tokenizer)
+    path, origin = locate(path, report)
     task = _Import(path, config, options, reference, report)
     checkpoint, proof, layout = task.checkpoint, task.proof, task.layout
     with fitting_threads(checkpoint.tensors.values()):
@@ -148,6 +150,7 @@ def import_checkpoint(
         unverified=(*certificate.unverified, *unknown, *task.unknown_weights(), *text.unverified),
         tensors=task.account.texts(),
         checkpoint=checkpoint.files,
+        origin=origin,
         reference=proof.reference.file if proof else None,
         texts=text.compared,
     )

@@ -49,13 +49,7 @@ def load_model(path: Path | str) -> Transformer:
     """Read a model directory, without unpickling anything.
 
     Returns the model in eval mode, float32, on the CPU. If a writer was killed while replacing the directory, the
-    previous one is restored.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or a pickle; or the weights do not fit the configuration (lists all
-            of them) or are not finite.
-        ConfigError: config.json has wrong values (lists all of them), or `path` is not a valid path.
-        BundleError: another process is replacing the directory.
+    previous one is restored. Errors list everything that is missing, damaged or does not fit.
     """
     directory = checked_path(path, "model")
     try:
@@ -77,16 +71,10 @@ def save_model(
 ) -> None:
     """Write a model directory, which appears complete or not at all.
 
-    Args:
-        model: its parameters are stored in their dtype, tied parameters once.
-        path: directory to create, with its parents; a symbolic link is followed.
-        tokenizer: a tokenizer.json to copy into it.
-        files: other files of a model directory, by name, or a function that returns them for the folder with the model.
-        force: replace an existing model directory, which is kept until the new one is complete.
-
-    Raises:
-        CheckpointError: the directory is not empty, or with `force` has other files too; or it cannot be written.
-        BundleError: another process is writing it.
+    Parameters are stored in their dtype, tied parameters once. Missing parents are created; a symbolic link is
+    followed. `tokenizer` is a tokenizer.json to copy, and `files` are others by name, or a function that returns them
+    for the folder with the model. `force` replaces an existing model directory, which is kept until the new one is
+    complete.
     """
     check_free(path, force=force)
     target = Path(os.path.realpath(path))

@@ -59,6 +59,7 @@ def test_the_bundle_states_its_quantization(int4: Path) -> None:
         "weights.safetensors",
         "tokenizer.json",
         "parity.json",
+        "README.md",
     }
     assert sum(entry.bytes for entry in manifest.files.values()) < 0.22 * (DATES / "model.safetensors").stat().st_size
     shown = run("inspect", int4).stdout.splitlines()[0]

@@ -18,15 +18,16 @@ from tfexport.importing.huggingface import families, family_of
 from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, read_vocabulary, tokenizer_error, tokenizer_json
 from tfexport.text.vocabulary import errors_as
 
-_SETTINGS = "tokenizer_config.json"
+SETTINGS = "tokenizer_config.json"
 _MODELS = (SPM_BPE, "spiece.model", "tokenizer.model")
 _PARTS = ("source.spm", "target.spm", "vocab.json", "merges.txt", "vocab.txt")
+TOKENIZER_FILES = (TOKENIZER, *_MODELS, *_PARTS)  # each is enough to have a tokenizer
 _MAX_ID = 2**21  # twice the size of any known vocabulary; each unused id costs a token
 
 
 def tokenizer_names(directory: Path) -> tuple[str, ...]:
     """Return the names of a directory's tokenizer files, empty if it has no tokenizer."""
-    names = tuple(name for name in (TOKENIZER, *_MODELS, *_PARTS) if (directory / name).is_file())
+    names = tuple(name for name in TOKENIZER_FILES if (directory / name).is_file())
     return names[:1] if TOKENIZER in names else names
 
 
@@ -54,7 +55,7 @@ def _dump(inner: Inner) -> bytes:
 
 def _add_special(inner: Inner, directory: Path) -> bool:
     """Mark tokens that the settings name as special, as transformers does."""
-    settings = read_json_object(directory / _SETTINGS)
+    settings = read_json_object(directory / SETTINGS)
     if "added_tokens_decoder" not in settings:
         settings = {**settings, **read_json_object(directory / "special_tokens_map.json")}
     values = [value for key, value in settings.items() if key.endswith("_token") and value]
@@ -70,7 +71,7 @@ def _add_special(inner: Inner, directory: Path) -> bool:
 
 def _clean_up(inner: Inner, directory: Path) -> bool:
     """Remove spaces before punctuation as tokenizer_config.json states."""
-    if read_json_object(directory / _SETTINGS).get("clean_up_tokenization_spaces") is not True:
+    if read_json_object(directory / SETTINGS).get("clean_up_tokenization_spaces") is not True:
         return False
     # Fast tokenizers leave out byte-pair encoding; those of Marian and M2M100 are slow.
     has = {name: (directory / name).is_file() for name in (TOKENIZER, "vocab.json", "merges.txt")}
@@ -83,7 +84,7 @@ def _clean_up(inner: Inner, directory: Path) -> bool:
 
 
 def _convert(directory: Path, names: Sequence[str], spec: ModelSpec) -> dict[str, Inner]:
-    config, settings = read_json_object(directory / CONFIG), read_json_object(directory / _SETTINGS)
+    config, settings = read_json_object(directory / CONFIG), read_json_object(directory / SETTINGS)
     named = str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
     known = families().values()
     family = (

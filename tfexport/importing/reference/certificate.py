@@ -21,7 +21,6 @@ from tfexport import _html
 from tfexport._io.sealed_directory import FileEntry
 from tfexport.bundle.status import REFERENCE, Proof, proof_of
 from tfexport.errors import ConfigError
-from tfexport.importing._files import FileSum
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.layout.sizes import configured, options
 from tfexport.importing.reference.compare import (
@@ -72,8 +71,9 @@ class Certificate:
     texts: int = field(default=0, repr=False)  # number of recorded texts that the tokenizer was compared with
     unverified: tuple[str, ...] = ()  # possible mistakes that the reference outputs cannot show
     tensors: Mapping[str, str] = field(default_factory=dict, repr=False)  # use of each tensor of the checkpoint
-    checkpoint: Mapping[str, FileSum] = field(default_factory=dict, repr=False)  # by name of the weight file
-    reference: FileSum | None = field(default=None, repr=False)
+    checkpoint: Mapping[str, FileEntry] = field(default_factory=dict, repr=False)  # by name of the weight file
+    origin: Mapping[str, str] = field(default_factory=dict, repr=False)  # see `Provenance`
+    reference: FileEntry | None = field(default=None, repr=False)
     model: Mapping[str, FileEntry] = field(default_factory=dict, repr=False)  # files of the model directory
 
     @property

@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tfexport._io.atomic import whole_file
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
-from tfexport.importing._files import FileSum, snapshot, tensor_problems
+from tfexport.importing._files import snapshot, tensor_problems
 from tfexport.importing.reference.lengths import LENGTHS, LONG, IdRange, LongRow, read_rows, record_rows, write_rows
 from tfexport.importing.reference.original import Original, copied, hidden_tables, to_float64
 from tfexport.importing.reference.texts import RecordedTexts, record_texts
@@ -61,7 +62,7 @@ class ReferenceOutputs:
     tokens: Mapping[str, int] = field(default_factory=dict)  # ids of pad, start and eos, as far as given
     weights: Mapping[str, str] = field(default_factory=dict, repr=False)  # checksums of the model's own tensors
     long: tuple[LongRow, ...] = field(default=(), repr=False)  # up to the length limits of the model
-    file: FileSum | None = None
+    file: FileEntry | None = None
 
     def __post_init__(self) -> None:
         raise_all(CheckpointError, "reference outputs", _problems(self))

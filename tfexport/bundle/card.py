@@ -1,0 +1,65 @@
+"""Write the model card of a bundle, as the Hugging Face Hub reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+from tfexport._io.extras import extra_command
+from tfexport.bundle.manifest import Draft, kind_of
+from tfexport.contract import DECODER
+
+# The Hub's names of licenses have a version, with few exceptions.
+_LICENSE = re.compile(r"[a-z0-9.+-]*\d[a-z0-9.+-]*|mit|bsd|cc|gemma|isc|openrail|other|unknown|unlicense|zlib")
+
+
+def render_card(draft: Draft, *, has_tokenizer: bool) -> str:
+    """Return the model card of a bundle with this description."""
+    spec, named, origin = draft.spec, draft.identity, draft.provenance.origin if draft.provenance else {}
+    kind, source = kind_of(spec), origin.get("repository", "")
+    license_ = named.license or origin.get("license", "")
+    is_known = _LICENSE.fullmatch(license_.lower())
+    front = {
+        "license": license_.lower() if is_known else license_ and "other",
+        "license_name": "" if is_known else license_,
+        "base_model": source,
+        "pipeline_tag": origin.get("pipeline_tag"),
+        "library_name": "tfexport",
+        "tags": ["onnx", kind],
+    }
+    facts = {
+        "License": license_ or "not stated",
+        "Version": named.version or "",
+        "Status": str(draft.proof),
+        "Precision": draft.quantization.weights if draft.quantization else spec.precision,
+        "Decoder variants": ", ".join(variant for variant, graph in DECODER.items() if graph in draft.graphs),
+        "Longest source": f"{spec.max_source_length} tokens",
+        "Longest target": f"{spec.max_target_length} tokens" if spec.has_decoder else "",
+        "Repository": source and f"{source}, commit {origin.get('commit')}",
+        **{f"Weights from {file}": f"sha256 {entry.sha256}" for file, entry in draft.checkpoint.items()},
+    }
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items() if value]
+    lines = ["---", *lines, "---", "", f"# {_escaped(named.name or source or f'{kind} bundle')}", ""]
+    lines += [f"An {kind} transformer in ONNX, exported by tfexport. Its outputs can be wrong.", ""]
+    lines += [f"- {_escaped(fact)}: {_escaped(value)}" for fact, value in facts.items() if value]
+    lines += ["", f"Install with `{extra_command('cpu,serve')}`, and run in this directory:", ""]
+    return "\n".join(lines) + _examples(draft, has_tokenizer)
+
+
+def _examples(draft: Draft, has_tokenizer: bool) -> str:
+    texts, spec = [sample.text for sample in draft.text.samples], draft.spec
+    text = next((text for text in texts if text.isprintable() and text[:1].isalnum() and len(text) < 60), "Hello")
+    ids = [i for i in range(min(spec.source_vocab, 9)) if i != spec.tokens.pad][:3]
+    verb, quoted = "generate" if spec.has_decoder else "embed", json.dumps(text, ensure_ascii=False)
+    if has_tokenizer:
+        command, call = f"{verb} . {shlex.quote(text)}", f"{verb}([{quoted}])"
+    else:
+        command, call = "inspect .", f"generate_ids([{ids}])" if spec.has_decoder else "spec"
+    python = f'import tfexport\n\nmodel = tfexport.load(".")\nprint(model.{call})'
+    blocks = (("sh", f"tfexport {command}"), ("python", python), ("sh", "tfexport serve model=."))
+    return "".join(f"\n```{language}\n{code}\n```\n" for language, code in blocks)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|&~]|:(?=//))", r"\\\1", text)  # what Markdown and HTML interpret
