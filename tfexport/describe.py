@@ -321,22 +321,17 @@ def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
         error += f", compared up to {source_tokens} source and {found.get('target_tokens')} target tokens"
     lines = [f"  layout {found['layout']}{error}", *(f"  unverified  {entry}" for entry in found["unverified"])]
     lines += _checkpoint_lines(found)
-    if uses := found.get("tensors"):
-        lines.append(f"  tensors of the checkpoint: {_counts(uses.values())}")
+    counts = Counter[str]()
+    for use in map(str, found.get("tensors", {}).values()):  # such as "ignored: decoder, 12 tensors"
+        counts[use.partition(":")[0]] += int((re.findall(r", (\d{1,9}) tensors$", use) or [1])[0])
+    lines += ["  tensors of the checkpoint: " + ", ".join(f"{n} {use}" for use, n in counts.most_common())][
+        : len(counts)
+    ]
     rows = [
         (name, *(f"{key} {json.dumps(entry.get(key))}" for key in ("value", "nearest", "error")))
         for name, entry in found["switches"].items()
     ]
     return [*lines, *(_table(rows) if rows else [])]
-
-
-def _counts(uses: Iterable[object]) -> str:
-    """Count uses of tensors, such as "used" or "ignored: decoder, 12 tensors"."""
-    counts = Counter[str]()
-    for use in map(str, uses):
-        several = re.search(r", (\d{1,9}) tensors$", use)
-        counts[use.partition(":")[0][:40]] += int(several[1]) if several else 1
-    return ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
 
 
 def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:

@@ -84,7 +84,8 @@ MODULE = ModuleEntry(name="mine.Model", weights_sha256="0" * 64)
     ("facts", "status"),
     [
         ({"parity": PASSED, "provenance": IMPORTED}, "proven"),
-        ({"parity": PASSED, "config": None, "module": MODULE}, "proven"),
+        ({"parity": PASSED, "config": None, "module": MODULE}, "consistent"),
+        ({"parity": PASSED, "config": None, "module": MODULE, "provenance": Provenance(proven=True)}, "proven"),
         ({"parity": PASSED}, "consistent"),
         ({"parity": PASSED, "provenance": replace(IMPORTED, proven=False)}, "consistent"),
         ({"parity": None, "provenance": IMPORTED}, "unproven"),

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from tests import tiny
 from tfexport.contract import DECODER, ModelSpec, TokenIds, Variant
-from tfexport.decode.offline import decode
 from tfexport.export.write import write_graphs
-from tfexport.generation import DecodeConfig
 from tfexport.nn.cache import Cache, Cross, KeyValue, Source
 from tfexport.nn.source import PaddedSource
 from tfexport.runtime.ort.backend import OrtSession
@@ -160,28 +158,3 @@ def test_steps_equal_a_run_over_all_positions(variant: Variant, exported: Path) 
         logits = np.take_along_axis(expected[:, position], found.token_ids, 1)
         worst = max(worst, float(np.abs(found.logits - logits).max()))
     assert worst < 1e-5 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("variant", ["concat", "static"])
-def test_greedy_texts_are_those_of_the_eager_module(variant: Variant, exported: Path) -> None:
-    """Token by token, without any cache, and however the sources are batched."""
-    model = made()
-    sources = [[5, 6, 7, 8], [11, 12], [30, 3, 9, 10, 20, 21]]
-
-    def eager(source: list[int]) -> tuple[int, ...]:
-        ids, written = torch.tensor([source]), [1]
-        with torch.inference_mode():
-            while len(written) <= 9 and written[-1] != 2:
-                logits = model.whole(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([written]))
-                written.append(int(logits[0, -1].argmax()))
-        return tuple(written[1:])
-
-    config = DecodeConfig(max_new_tokens=9)
-    expected = [eager(source) for source in sources]
-    assert len(set(expected)) == len(sources)
-    session = opened(exported, variant)
-    assert [best[0].token_ids for best in decode(session, sources, config)] == expected
-    assert [decode(session, [source], config)[0][0].token_ids for source in sources] == expected
-    beams = DecodeConfig(num_beams=4, max_new_tokens=9)
-    together = [best[0].token_ids for best in decode(session, sources, beams)]
-    assert together == [decode(session, [source], beams)[0][0].token_ids for source in sources]

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from tests.command import ran, run
 from tests.conftest import ROOT
 from tests.stranger import modern, tutorial
 from tfexport.bundle.bundle import open_bundle
+from tfexport.errors import ConfigError
+from tfexport.importing.own_module import OwnModule
 from tfexport.tensorrt.store import open_engine
+from tfexport.verify import Decodes, VerifyConfig, verify_bundle
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 MODERN, TUTORIAL = "tests.stranger.modern", "tests.stranger.tutorial"
@@ -47,16 +52,6 @@ def translator(once: Once) -> Path:
     return once("stranger-tutorial", made(f"{TUTORIAL}:make", "--variants", "static"))
 
 
-def greedy(forward: Callable[..., torch.Tensor], source: Sequence[int], longest: int = 9) -> list[int]:
-    """Decode with the stranger's own forward, which knows no cache."""
-    found, ids = [1], torch.tensor([list(source)])
-    with torch.inference_mode():
-        while len(found) <= longest and found[-1] != 2:
-            logits = forward(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([found]))
-            found.append(int(logits[0, -1].argmax()))
-    return found[1:]
-
-
 def check_texts(bundle: Path, texts: list[str], expected: list[str]) -> None:
     assert len(set(expected)) == len(texts)
     done = run("generate", bundle, *texts, "--max-new-tokens", 9)
@@ -66,14 +61,14 @@ def check_texts(bundle: Path, texts: list[str], expected: list[str]) -> None:
 def test_a_rotary_model_says_what_its_author_s_code_says(bundle: Path) -> None:
     words, model = Tokenizer.from_file(str(modern.WORDS)), modern.module().eval()
     texts = ["w7 w8 w9", "W12 w30 w31", "w40", "w5 w6 w7 w8 w9 w10 w11"]
-    expected = [words.decode(greedy(model, [*words.encode(text.lower()).ids, 2])) for text in texts]
+    expected = [words.decode(modern.greedy(model, [*words.encode(text.lower()).ids, 2], 9)) for text in texts]
     check_texts(bundle, texts, expected)
 
 
 def test_a_module_of_pytorch_s_own_says_what_its_author_s_code_says(translator: Path) -> None:
     source, target = (Tokenizer.from_file(str(path)) for path in (tutorial.SOURCE, tutorial.TARGET))
     forward, texts = partial(tutorial.trained, tutorial.module().eval()), ["w7 w8 w9", "w5", "w12 w30 w31 w32"]
-    expected = [target.decode(greedy(forward, [1, *source.encode(text).ids, 2])) for text in texts]
+    expected = [target.decode(modern.greedy(forward, [1, *source.encode(text).ids, 2], 9)) for text in texts]
     check_texts(translator, texts, expected)
 
 
@@ -88,11 +83,14 @@ def test_the_manifest_says_what_the_bundle_was_made_from(bundle: Path, translato
     assert manifest.versions["torch"] == importlib.metadata.version("torch")
     assert manifest.parity is not None
     assert manifest.parity["passed"]
-    assert (manifest.proof.status, theirs.proof.status) == ("proven", "proven")
+    assert (manifest.proof.status, theirs.proof.status) == ("proven", "consistent")
+    assert "own generation loop" in manifest.proof.sentence
     assert (len(manifest.text.samples), manifest.text.source_suffix) == (4, (2,))
     assert (theirs.text.source_prefix, theirs.text.source_suffix) == ((1,), (2,))
     checks = json.loads((bundle / "parity.json").read_text())["decodes"]
     assert {check["stage"] for check in checks if check["method"] == "recorded texts"} >= {"eager", "ort contrib"}
+    (loop,) = (check for check in checks if check["method"] == "own loop")
+    assert (loop["stage"], loop["exact"] + loop["ties"]) == ("ort contrib", loop["sequences"])
     shown = run("inspect", bundle).stdout
     assert f"module {MODERN}.Modern, weights" in shown
     assert manifest.module.weights_sha256 in shown
@@ -125,6 +123,31 @@ def test_verify_compares_with_the_module_again_and_with_no_other(bundle: Path) -
     shorter = run("verify", bundle, "--against", f"{MODERN}:shorter_spec")
     problems = "d_model is 16, the bundle has 64; max_target_length is 8, the bundle has 32"
     assert shorter.stderr.splitlines()[-1].endswith(problems)
+
+
+def test_another_generation_loop_is_different(bundle: Path) -> None:
+    report = verify_bundle(bundle, against=f"{MODERN}:wrong_loop", config=VerifyConfig(samples=3))
+    assert report.proof.status == "unproven"
+    (loop,) = (check for check in report.checks if not check.passed)
+    assert isinstance(loop, Decodes)
+    assert (loop.stage, loop.method) == ("ort contrib", "own loop")
+    assert re.match(r"text \d, token \d+: \d+ became \d+", loop.first or "")
+
+
+@pytest.mark.parametrize("loop", [lambda model: [], lambda *_: "text", lambda *_: [5, 99], lambda *_: [5, -1]])
+def test_a_loop_that_returns_no_ids_is_refused(loop: Callable[..., object]) -> None:
+    generate = OwnModule(modern.module(), modern.SPEC, generate=loop).model.generate
+    assert generate is not None
+    with pytest.raises(ConfigError) as caught:
+        generate([5, 6], 4)
+    assert caught.value.subject == "generate"
+
+
+def test_an_encoder_alone_has_no_loop() -> None:
+    sizes = dict.fromkeys(("vocab", "layers", "heads", "head_dim", "value_dim", "max_target_length"), 0)
+    with pytest.raises(ConfigError) as caught:
+        OwnModule(nn.Identity(), replace(modern.SPEC, kv_heads=None, **sizes), generate=modern.greedy)
+    assert any(problem.startswith("generate ") for problem in caught.value.problems)
 
 
 def test_what_needs_the_module_names_the_option_that_gives_it(bundle: Path) -> None:

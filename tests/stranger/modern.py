@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,9 +167,20 @@ def texts() -> RecordedTexts:
     )
 
 
+def greedy(model: Callable[..., Tensor], source_ids: list[int], longest: int) -> list[int]:
+    """Decode as the author does, without a cache; the end token is left out."""
+    found, ids = [START], torch.tensor([source_ids])
+    while len(found) <= longest:
+        token = int(model(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([found]))[0, -1].argmax())
+        if token == END:
+            break
+        found.append(token)
+    return found
+
+
 def make() -> OwnModule:
     """What the command line is given: tests.stranger.modern:make."""
-    return OwnModule(module(), SPEC, tokenizers=Tokenizers(WORDS), texts=texts())
+    return OwnModule(module(), SPEC, tokenizers=Tokenizers(WORDS), texts=texts(), generate=greedy)
 
 
 def steady() -> OwnModule:
@@ -178,6 +190,11 @@ def steady() -> OwnModule:
 
 def other_weights() -> OwnModule:
     return OwnModule(module(seed=1), SPEC)
+
+
+def wrong_loop() -> OwnModule:
+    """A loop that turns the source around."""
+    return OwnModule(module(), SPEC, generate=lambda model, ids, longest: greedy(model, ids[::-1], longest))
 
 
 def wrong_reference() -> OwnModule:

@@ -32,7 +32,6 @@ GRACE_S = 10  # after twice its length, until an open loop is cancelled
 
 
 def clock(call: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds of a call and its result."""
     began = time.perf_counter()
     result = call()
     return time.perf_counter() - began, result
@@ -288,7 +287,6 @@ def text_batches(sources: Sequence[list[int]], batch_size: int, seed: int) -> li
 
 
 def shuffled(sources: Sequence[T], seed: int) -> list[T]:
-    """Shuffle a copy of the sources."""
     return [sources[index] for index in np.random.default_rng(seed).permutation(len(sources))]
 
 

@@ -24,11 +24,7 @@ _UNSEEN = "not measured with --url"
 def build_result(
     config: BenchConfig, results: Sequence[dict[str, Any]], about: dict[str, Any], parity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build a report from the measurements of each process.
-
-    `about` has the `bundle`, `input` and `environment` of the report. Its `metrics` are those of the processes and of
-    the cell with the highest token throughput.
-    """
+    """Build a report; `about` has its `bundle`, `input` and `environment`."""
     cells = [
         _cell(config, cell, [Samples(**process["cells"][index]) for process in results])
         for index, cell in enumerate(config.cells)
@@ -82,13 +78,11 @@ def _doubts(
         remedy = f"stop other programs, or measure longer with --duration {min(3 * (config.duration or 5), 600):g}"
         remedy += ", or lower --rate" * (config.scenario == "server")
         reasons.append(f"unstable: {where}the last three windows differ by more than 10 % from their mean ({remedy})")
-    refused = sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"])
-    for count, what in (
-        (sum(cell["unserved"] for cell in cells), "had no answer when the run was cancelled"),
-        (refused, "were refused"),
-    ):
-        if count:
-            reasons.append(f"overloaded: {count} requests {what} (lower --rate)")
+    lost = {
+        "had no answer when the run was cancelled": sum(cell["unserved"] for cell in cells),
+        "were refused": sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"]),
+    }
+    reasons += [f"overloaded: {count} requests {what} (lower --rate)" for what, count in lost.items() if count]
     return reasons
 
 
@@ -100,7 +94,6 @@ def _value(number: float | None, unit: str, per_process: Sequence[float] = (), n
 
 
 def distribution(samples: Sequence[Sequence[float]]) -> Metric:
-    """Convert seconds of all processes to a metric in ms."""
     pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
     names = ("avg", "min", "max", "std", *(f"p{percent}" for percent in PERCENTILES))
     if not pooled.size:
@@ -114,7 +107,6 @@ def distribution(samples: Sequence[Sequence[float]]) -> Metric:
 
 
 def cell_metrics(runs: Sequence[Samples]) -> dict[str, Metric]:
-    """Return the metrics of one cell from the samples of each process."""
     sequences, source_tokens = sum(run.sequences for run in runs), sum(run.source_tokens for run in runs)
     length = source_tokens / sequences if source_tokens else None
     return {
@@ -163,7 +155,6 @@ def _process_metrics(results: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 
 
 def is_stable(windows: Sequence[float]) -> bool:
-    """Return whether each of the last three windows is within 10 % of their mean."""
     last = np.asarray(windows[-STABLE_WINDOWS:], np.float64)
     return len(last) == STABLE_WINDOWS and bool((np.abs(last - last.mean()) <= STABLE_WITHIN * last.mean()).all())
 

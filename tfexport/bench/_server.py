@@ -60,7 +60,6 @@ class Watch(Observer):
                 self._samples.step_s.extend(array("d", [took_s / num_steps] * num_steps))
 
     def add_to(self, samples: Samples, slots: int) -> None:
-        """Add the record to the samples of an open loop."""
         with self._lock:
             for name in ("queue_s", "encode_s", "step_s", "stepping_s"):
                 setattr(samples, name, getattr(self._samples, name))
@@ -89,7 +88,6 @@ class EngineCaller:
 
 
 def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:
-    """Return a client without connection limit, proxy and timeout."""
     import httpx
 
     headers = {"Authorization": f"Bearer {token}"} if token else None
@@ -175,7 +173,6 @@ async def _only_model(client: httpx.AsyncClient) -> str:
 def measure_engine(
     bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> tuple[dict[str, Any], Model]:
-    """Serve a bundle in this process and measure it."""
     # Other selectors wake up to a millisecond late.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         return runner.run(_measure_engine(bundle, config, texts, number))

@@ -151,10 +151,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
-    """Measure every cell of a bundle or server; return JSON values.
-
-    Each process `number` draws its own arrival schedule.
-    """
+    """Measure every cell of a bundle or server, in process `number`."""
     if config.url:
         return asyncio.run(measure_url(bundle, config, texts, number))
     assert bundle

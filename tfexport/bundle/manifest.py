@@ -124,9 +124,9 @@ class Draft(Config, subject=MANIFEST):
     @property
     def author(self) -> str | None:
         """The outputs of the author's code that the eager model agrees with, or None."""
-        if self.module is not None:
-            return MODULE
-        return self.provenance.author if self.provenance and self.provenance.proven else None
+        if self.provenance is not None and self.provenance.proven:
+            return self.provenance.author
+        return MODULE if self.module is not None and self.spec.has_decoder else None
 
     @property
     def proof(self) -> Proof:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Status = Literal["proven", "consistent", "unproven"]
-REFERENCE, MODULE = "reference outputs of the author's code", "the author's own module"
-HUGGING_FACE = "Hugging Face's own code"
+REFERENCE, HUGGING_FACE = "reference outputs of the author's code", "Hugging Face's own code"
+LOOP, MODULE = "the author's own generation loop", "the author's own module, without a generation loop"
 
 
 class Proof(NamedTuple):
@@ -24,12 +24,7 @@ class Proof(NamedTuple):
 
 
 def proof_of(passed: bool | None, author: str | None) -> Proof:
-    """Return the proof of a comparison.
-
-    Args:
-        passed: whether the outputs agree with the reference; None if nothing was compared.
-        author: the outputs of the author's code that the reference is or was compared with; None without any.
-    """
+    """Return the proof of a comparison with `author`; None if there was none."""
     if passed is None:
         return Proof("unproven", "its outputs were never compared with a reference")
     if not passed:
@@ -37,4 +32,4 @@ def proof_of(passed: bool | None, author: str | None) -> Proof:
     if author is None:
         sentence = "its outputs agree with the eager model, which was never compared with the author's code"
         return Proof("consistent", sentence)
-    return Proof("proven", f"its outputs agree with {author}")
+    return Proof("consistent" if author == MODULE else "proven", f"its outputs agree with {author}")

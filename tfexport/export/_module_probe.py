@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from tfexport.contract import ModelSpec
-from tfexport.errors import GraphError, raise_all, raised_by
+from tfexport.errors import GraphError, ParityError, raise_all, raised_by
 from tfexport.export.decoders import ModuleTraits
 from tfexport.nn.cache import ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import TransformerConfig
-from tfexport.nn.eager import EncoderDecoder
+from tfexport.nn.eager import EagerModel, EncoderDecoder
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import FLOAT
 
 # Different sizes, so that swapped dimensions are found.
 _BATCH, _SOURCE_LEN, _PAST_LEN, _TARGET_LEN = 2, 5, 4, 3
 _SUBJECT = "the module does not fit its spec"
+_ENCODE, _STEP = "encode(source_ids, source)", "decode_step(target_ids, cross, cache)"
+_STATES, _REFERENCE = "hidden_states(source_ids, source_mask)", "reference(module, source_ids, source_mask, target_ids)"
 T = TypeVar("T")
 
 
 def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTraits:
     """Return the configuration of a model, or the traits of a user's own module.
 
-    A module that is not a `Transformer` runs on a few tokens. GraphError: a method fails (with the line of the module's
-    code), or shapes differ from `spec` (lists all of them).
+    A module that is not a `Transformer` runs on a few tokens. GraphError: a method fails, or shapes differ from `spec`.
     """
     if isinstance(model, Transformer):
         return model.config
     source_ids, mask = torch.zeros(_BATCH, _SOURCE_LEN, dtype=torch.int64), torch.ones(_BATCH, _SOURCE_LEN).bool()
     if not spec.has_decoder:
-        states = _call("hidden_states", lambda: cast(Any, model).hidden_states(source_ids, mask))
-        expected = [_BATCH, _SOURCE_LEN, spec.d_model]
-        raise_all(
-            GraphError,
-            _SUBJECT,
-            _shape_problems("hidden_states returns", states, expected, "batch, source_len, d_model"),
-        )
+        states = _call(_STATES, cast(Any, model).hidden_states, source_ids, mask)
+        expected, names = [_BATCH, _SOURCE_LEN, spec.d_model], "batch, source_len, d_model"
+        raise_all(GraphError, _SUBJECT, _shape_problems("hidden_states returns", states, expected, names))
         return ModuleTraits(has_decoder=False)
     module, softcaps, cache_softcaps = cast(EncoderDecoder, model), list[float](), list[float]()
     source = _recording(Source(mask), softcaps)
-    pairs = _call("encode", lambda: module.encode(source_ids, source))
+    pairs = _call(_ENCODE, module.encode, source_ids, source)
     raise_all(GraphError, _SUBJECT, _pair_problems(pairs, spec))
     target_ids = torch.zeros(_BATCH, _TARGET_LEN, dtype=torch.int64)
     cross, dtype = _recording(Cross(pairs, mask), softcaps), getattr(torch, FLOAT[spec.precision])
     rows, widths = (_BATCH, spec.cache_heads, _PAST_LEN), (spec.head_dim, spec.value_dim)
     past = KeyValue(*(torch.zeros(*rows, width, dtype=dtype) for width in widths))
     cache = _recording(ConcatCache([past] * spec.layers, target_ids), cache_softcaps)
-    logits: object = _call("decode_step", lambda: module.decode_step(target_ids, cross, cache))
+    logits: object = _call(_STEP, module.decode_step, target_ids, cross, cache)
     problems = _shape_problems("decode_step returns", logits, [_BATCH, spec.vocab], "rows, vocab: of the last position")
     if len(cache.present) != spec.layers:
         problems.append(
@@ -69,10 +68,7 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTr
 
 
 def _recording(attention: T, softcaps: list[float]) -> T:
-    """Record the soft cap of every call of `attend`.
-
-    A layer that computes attention itself does not call it.
-    """
+    """Record the soft cap of every `attend`, which attention by hand does not call."""
     attend = cast(Any, attention).attend
 
     def recorded(*inputs: Any, softcap: float = 0.0, **options: Any) -> Tensor:
@@ -83,20 +79,97 @@ def _recording(attention: T, softcaps: list[float]) -> T:
     return attention
 
 
-def _call(method: str, call: Callable[[], T]) -> T:
+def check_module(model: EagerModel, spec: ModelSpec) -> None:
+    """Compare a user's own module with its reference on two rows.
+
+    They run alone, and together with padding. Raises the errors of `traits_of`, or a ParityError whose subject is the
+    wrong method.
+    """
+    traits_of(model.module, replace(spec, precision="fp32"))
+    functions, length, short = _functions(model, spec), *(min(n, spec.max_source_length) for n in (7, 4))
+    mask = torch.arange(length) < torch.tensor([[length], [short]])
+    both = [torch.where(mask, _draw(spec, spec.source_vocab, length), spec.tokens.pad), mask]
+    if spec.has_decoder:
+        both.append(_draw(spec, spec.vocab, min(short, spec.max_target_length)))
+        both[2][:, 0] = spec.tokens.start
+    one, other = [x[:1] for x in both], [x[1:, :short] for x in both]
+    expected = functions["reference"](*one)
+    for method, function in functions.items():
+        together, alone = function(*both), torch.cat([function(*one), function(*other)])
+        problem = "two runs differ; disable dropout, and change neither weights nor state"
+        _same(method, problem, function(*both), together, tolerance=1e-6)
+        if method in ("decode_step", "hidden_states"):
+            problem = "one row without padding differs from the reference; compare layer by layer, and keep no state"
+            _same(method, problem, alone[:1], expected)
+        if method == "decode_step":
+            problem = "token by token differs from all at once; use cache.positions, and cache.attend or cache.update"
+            _same(method, problem, function(*one, 1), expected)
+        _same(method, "the result changes with padding or other rows; masks are True for tokens", together, alone)
+
+
+def _functions(model: EagerModel, spec: ModelSpec) -> dict[str, Callable[..., Tensor]]:
+    """Return the reference and the methods as functions of ids, mask and target ids."""
+    module, place = cast(Any, model.module), -1 if spec.has_decoder else 0
+
+    def reference(*inputs: Tensor) -> Tensor:
+        outputs = _call(_REFERENCE, model.reference, module, *inputs)
+        names, width = ("target_len, vocab", spec.vocab) if spec.has_decoder else ("source_len, d_model", spec.d_model)
+        problems = _shape_problems("reference returns", outputs, [*inputs[-1].shape, width], f"batch, {names}")
+        raise_all(GraphError, _SUBJECT, problems)
+        return outputs[:, place].float()
+
+    def encode(ids: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
+        pairs = _call(_ENCODE, module.encode, ids, Source(mask))
+        return torch.cat([part.transpose(1, 2)[mask].flatten(1) for p in pairs for part in (p.key, p.value)], 1)
+
+    def decode(ids: Tensor, mask: Tensor, target_ids: Tensor, step: int = 8) -> Tensor:
+        pairs, logits = _call(_ENCODE, module.encode, ids, Source(mask)), torch.empty(0)
+        encode(ids.flip(1), mask.flip(1))  # has no effect unless the module keeps state
+        past = [KeyValue(pair.key[:, :, :0], pair.value[:, :, :0]) for pair in pairs]
+        for part in torch.split(target_ids, step, 1):
+            cache = ConcatCache(past, part)
+            logits, past = _call(_STEP, module.decode_step, part, Cross(pairs, mask), cache), cache.present
+        return logits
+
+    if spec.has_decoder:
+        return {"reference": reference, "encode": encode, "decode_step": decode}
+    return {"reference": reference, "hidden_states": lambda *x: _call(_STATES, module.hidden_states, *x)[:, 0]}
+
+
+def _draw(spec: ModelSpec, vocab: int, length: int) -> Tensor:
+    """Return two rows of ids without special tokens."""
+    special = asdict(spec.tokens).values()
+    ordinary = [token for token in range(vocab) if token not in special] or [spec.tokens.eos]
+    return torch.tensor([ordinary[5 * n % len(ordinary)] for n in range(2 * length)]).view(2, length)
+
+
+def _same(method: str, problem: str, found: Tensor, expected: Tensor, tolerance: float = 1e-3) -> None:
+    difference = (found.nan_to_num() - expected.nan_to_num()).abs().max() if found.shape == expected.shape else math.inf
+    if (error := float(difference / expected.nan_to_num().abs().max().clamp(min=1e-30))) > tolerance:
+        raise ParityError(f"{problem}; the error is {error:.1e}", subject=method)
+
+
+def _call(signature: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of the user on copies of tensors, which it must not change."""
+    method, copies = signature.partition("(")[0], [x.clone() if isinstance(x, Tensor) else x for x in arguments]
     try:
         with torch.no_grad():
-            return call()
+            result = function(*copies)
     except Exception as error:
-        raise GraphError(
-            f"{method}: {raised_by(error)}, called with {_BATCH} rows of {_SOURCE_LEN} source tokens, {_PAST_LEN} past "
-            f"and {_TARGET_LEN} new target tokens; see docs/guides/your-own-module.md"
-        ) from error
+        shapes = ", ".join(str(list(x.shape)) for x in arguments if isinstance(x, Tensor))
+        problem = f"{raised_by(error)}, called as {signature} with shapes {shapes}"
+        raise GraphError(problem, subject=method, remedy="see docs/guides/your-own-module.md") from error
+    if any(isinstance(x, Tensor) and not torch.equal(x, copy) for x, copy in zip(arguments, copies, strict=True)):
+        raise GraphError("changes its arguments in place", subject=method, remedy="clone them first")
+    return result
 
 
 def _pair_problems(pairs: object, spec: ModelSpec) -> list[str]:
     if not isinstance(pairs, Sequence) or not all(isinstance(pair, KeyValue) for pair in pairs):
-        return [f"encode returns {type(pairs).__name__}, expected a list of KeyValue, one for each decoder layer"]
+        inner = f" of {type(pairs[0]).__name__}" if isinstance(pairs, Sequence) else ""
+        return [
+            f"encode returns {type(pairs).__name__}{inner}, expected a list of KeyValue, one for each decoder layer"
+        ]
     problems = []
     if len(pairs) != spec.layers:
         problems.append(f"encode returns {len(pairs)} layers, the spec has {spec.layers}")

@@ -18,7 +18,7 @@ from tfexport.bundle.manifest import Draft, Identity
 from tfexport.bundle.status import proof_of
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, GraphEntry
 from tfexport.errors import BackendError, ParityError
-from tfexport.export._module_probe import traits_of
+from tfexport.export._module_probe import check_module, traits_of
 from tfexport.export._source import Source, open_source
 from tfexport.export.config import ExportConfig
 from tfexport.export.quantize.integers import fastest_variant, write_integer_graphs
@@ -70,6 +70,8 @@ def export_bundle(
     if isinstance(source, str):
         report(f"loading {source}")
     opened = open_source(source, config, report)
+    if verify and opened.module:
+        check_module(opened.model, opened.spec)
     if config.alignment:
         config = replace(config, alignment=config.alignment.within(opened.spec))
     with create_bundle(output, force=force, key=key) as builder:
@@ -134,7 +136,7 @@ def _verified(
     paths = {name: directory / graph.file for name, graph in graphs.items()}
     weights = config.quantization.weights if config.quantization else None
     opened = Graphs(paths, source.spec, weights, alignment=config.alignment)
-    stages = Stages(source.model, opened, tokenizer=source.tokenizer, author=source.author)
+    stages = Stages(source.model, opened, tokenizer=source.tokenizer)
     found = verify_stages(stages, VerifyConfig.quick(), report=report)
     if not found.passed:
         raise ParityError("onnx: " + "; ".join(found.problems()))

@@ -14,7 +14,7 @@ from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, TARGET_TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import read_json, render
 from tfexport.bundle.manifest import ModuleEntry, Provenance, changes_since_import, read_sources
-from tfexport.bundle.status import MODULE, REFERENCE
+from tfexport.bundle.status import LOOP, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, raise_all
 from tfexport.export.config import ExportConfig
@@ -48,13 +48,6 @@ class Source:
     checkpoint: Mapping[str, FileEntry] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=Provenance)
     versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def author(self) -> str | None:
-        """The outputs of the author's code that the model agrees with, or None."""
-        if self.module is not None:
-            return MODULE
-        return self.provenance.author if self.provenance.proven else None
 
 
 def open_source(source: str | OwnModule, config: ExportConfig, report: Report) -> Source:
@@ -91,7 +84,10 @@ def _from_directory(directory: Path, config: ExportConfig, report: Report) -> So
         raise_all(ConfigError, str(path), defaults.token_problems(found.spec.vocab))
         files[GENERATION] = render(defaults.given())
     checkpoint, provenance = _imported(directory, report)
-    return dataclasses.replace(found, tokenizer=tokenizer, files=files, checkpoint=checkpoint, provenance=provenance)
+    model = dataclasses.replace(found.model, author=provenance.author if provenance.proven else None)
+    return dataclasses.replace(
+        found, model=model, tokenizer=tokenizer, files=files, checkpoint=checkpoint, provenance=provenance
+    )
 
 
 def _imported(directory: Path, report: Report) -> tuple[dict[str, FileEntry], Provenance]:
@@ -136,7 +132,7 @@ def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source
         model=model,
         spec=_limited(own.spec, config),
         module=own.entry(),
-        provenance=Provenance(proven=True),
+        provenance=Provenance(proven=model.author in (LOOP, REFERENCE), author=model.author or REFERENCE),
         tokenizer=text.tokenizer,
         files={**files, GENERATION: render(generation)} if generation else files,
         versions=own.versions(),

@@ -15,6 +15,7 @@ import importlib
 import io
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -67,7 +68,8 @@ def trace_encoder(
             return [model.hidden_states(source_ids, source_mask).float()]
         return _flat(model.encode(source_ids, source(source_mask)))
 
-    return _trace(_Function(model, encode), contract.encoder_graph(spec), opset, "encoder")
+    method = "encode" if spec.has_decoder else "hidden_states"
+    return _trace(_Function(model, encode), contract.encoder_graph(spec), opset, method)
 
 
 def trace_decoder(
@@ -88,7 +90,7 @@ def trace_decoder(
         inputs=tuple(tensor for tensor in graph.inputs if tensor.name != contract.NUM_CANDIDATES),
         outputs=tuple(tensor for tensor in graph.outputs if tensor.name in (contract.LOGITS, *present)),
     )
-    traced = _trace(_Function(model, step), expected, opset, f"decoder, {variant} variant")
+    traced = _trace(_Function(model, step), expected, opset, f"decode_step, {variant} variant")
     for change in kind.passes:
         change(traced)
     if speculation:
@@ -123,8 +125,9 @@ def _trace(module: nn.Module, expected: GraphSpec, opset: int, subject: str) -> 
             model = _translate(program, opset)
     except Exception as error:
         raise GraphError(
-            f"{subject}: the model cannot be traced ({_root_cause(error)}); "
-            "remove branches on tensor values and Python state from encode and decode_step"
+            f"the model cannot be traced ({_root_cause(error)})",
+            subject=subject,
+            remedy="remove branches on tensor values, loops over lengths, .item() and Python state",
         ) from error
     collapse_reshapes(model)
     _name(model, expected)
@@ -135,7 +138,6 @@ class Lowered(ExportedProgram):
     """A program without operators to decompose."""
 
     def run_decompositions(self, *_: Any, **__: Any) -> ExportedProgram:
-        """Return the program itself."""
         return self
 
 
@@ -293,7 +295,8 @@ def _operators(opset: int) -> Any:
 def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {first_line(error)}"
+    place = re.search(r'raised this error:\s+File "(?:[^"]*/)?([^"]+)", line (\d+)', str(error))
+    return f"{type(error).__name__}: {first_line(error)}" + (f" ({place[1]} line {place[2]})" if place else "")
 
 
 def _sample(tensor: TensorSpec) -> Tensor:

@@ -27,10 +27,7 @@ def buffer_kind(key: str, tensor: Tensor) -> str:
 
 
 def is_causal_mask(tensor: Tensor) -> bool:
-    """Return whether a square matrix has one value above its diagonal.
-
-    All other elements have another value.
-    """
+    """Return whether a square matrix has one value only above its diagonal."""
     rows, columns = tensor.shape[-2:] if tensor.dim() > 1 else (0, 1)
     if rows != columns or rows < 2 or tensor.numel() != rows * columns:
         return False

@@ -122,10 +122,7 @@ def check_same(
     reference: str,
     name: str,
 ) -> None:
-    """Raise a ParityError if names or shapes differ from the recorded ones.
-
-    Constant buffers do not count, nor do tensors that are known to be left out.
-    """
+    """Raise a ParityError if names or shapes of weights differ from the recorded."""
 
     def only_in(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
         left = {key: tensor for key, tensor in one.items() if key not in other and not is_known(key)}

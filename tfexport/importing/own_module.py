@@ -7,13 +7,16 @@ import importlib.metadata
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from tfexport.bundle.manifest import ModuleEntry
+from tfexport.bundle.status import LOOP, MODULE, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, TfexportError, raise_all, raised_by, shortened
 from tfexport.generation import GenerationDefaults
@@ -40,6 +43,8 @@ class OwnModule:
         texts: sample texts and your own code around the model, which the tokenizers are compared with.
         around: ids to add around a text, if the texts do not show them. Its samples are ignored.
         generation: generation defaults of the bundle.
+        generate: your own greedy loop, to compare with: `generate(module, source_ids, max_new_tokens)` takes a list of
+            ids and returns the new ids, with or without start and end.
     """
 
     module: nn.Module
@@ -49,6 +54,7 @@ class OwnModule:
     texts: RecordedTexts | None = None
     around: TextConfig = field(default_factory=TextConfig)
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    generate: Callable[[nn.Module, list[int], int], Any] | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -70,6 +76,8 @@ class OwnModule:
         parameters = self.module.named_parameters()
         if others := [name for name, p in parameters if p.dtype != torch.float32 or p.device.type != "cpu"]:
             problems.append(f"{others[0][:120]} is not float32 on the CPU; give module.float().cpu()")
+        if self.generate is not None and not self.spec.has_decoder:
+            problems.append("generate is given, but the spec has no decoder; leave it out")
         if self.texts is not None and self.tokenizers is None:
             problems.append("texts are given, but no tokenizers to compare with them; give tokenizers=Tokenizers(PATH)")
         if self.texts is not None and self.spec.has_decoder:
@@ -83,8 +91,26 @@ class OwnModule:
 
     @property
     def model(self) -> EagerModel:
-        """Module in eval mode, with its reference."""
-        return EagerModel(self.module.eval(), self.reference or at_once)
+        """Module in eval mode, with its reference and generation loop."""
+        author = MODULE if self.spec.has_decoder else None
+        if (self.generate if self.spec.has_decoder else self.reference) is not None:
+            author = LOOP if self.spec.has_decoder else REFERENCE
+        generate = None if self.generate is None else self._generated
+        return EagerModel(self.module.eval(), self.reference or at_once, generate, author)
+
+    @torch.no_grad()
+    def _generated(self, source_ids: list[int], limit: int) -> tuple[int, ...]:
+        """Call `generate`; return ids up to the end token or the limit."""
+        assert self.generate is not None
+        try:
+            ids = torch.as_tensor(self.generate(self.module, source_ids, limit)).flatten().long().tolist()
+            if wrong := [token for token in ids if token not in range(self.spec.vocab)]:
+                raise ValueError(f"returns {wrong[0]}, expected ids from 0 to {self.spec.vocab - 1}")
+        except Exception as error:
+            problem = f"{raised_by(error)}, called as generate(module, {len(source_ids)} ids, {limit})"
+            raise ConfigError(problem, subject="generate", remedy="return the new ids as a list") from error
+        tokens, ids = self.spec.tokens, ids[ids[:1] == [self.spec.tokens.start] :]
+        return (*(ids[: ids.index(tokens.eos)] if tokens.eos in ids else ids), tokens.eos)[:limit]
 
     def entry(self) -> ModuleEntry:
         """Return the manifest entry of the module."""

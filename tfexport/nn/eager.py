@@ -14,6 +14,7 @@ from tfexport.contract import AlignmentHeads
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, attention_weights, split_rows
 
 Reference = Callable[..., Tensor]
+Generate = Callable[[list[int], int], Sequence[int]]
 
 
 def at_once(module: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor | None = None) -> Tensor:
@@ -30,10 +31,13 @@ class EagerModel:
     `module` is an `EncoderDecoder`, or an encoder-only module with `hidden_states`; float32, in eval mode. `reference`
     takes it, source_ids, source_mask (True = token) and target_ids, and returns logits [batch, target_len, vocab].
     For an encoder-only module there are no target_ids, and the result is states [batch, source_len, d_model].
+    `generate` calls the author's own greedy loop with source ids and a limit. `author` is that of `proof_of`.
     """
 
     module: nn.Module
     reference: Reference = at_once
+    generate: Generate | None = None
+    author: str | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Call `reference`."""

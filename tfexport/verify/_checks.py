@@ -18,11 +18,9 @@ import numpy as np
 
 from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import open_bundle
-from tfexport.bundle.status import MODULE
 from tfexport.config import Config, Count, Ge, Help, Le
 from tfexport.contract import Device
 from tfexport.errors import ConfigError, ParityError, raised_by
-from tfexport.importing.own_module import is_own_module
 from tfexport.model.load import load_tokenizer
 from tfexport.nn.eager import EagerModel
 from tfexport.precision import FORMATS
@@ -31,7 +29,7 @@ from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions
 from tfexport.runtime.session import Aligns, Floats, Session, Verifies
 from tfexport.text.tokenizer import Tokenizer
-from tfexport.verify._decodes import Stage, compare_all_decodes, compare_long_decodes, recorded_texts
+from tfexport.verify._decodes import Stage, compare_all_decodes, compare_long_decodes, compare_own_loop, recorded_texts
 from tfexport.verify._numbers import (
     Batch,
     compare,
@@ -74,7 +72,6 @@ class Stages:
     graphs: Graphs
     reference: str = "the eager model"  # describes the model in the report
     tokenizer: Tokenizer | None = None  # has the recorded texts
-    author: str | None = None  # outputs of the author's code that the model agrees with
 
 
 def verify_bundle(
@@ -107,8 +104,8 @@ def verify_bundle(
     model, precision = reference_of(bundle, None if against is None else str(against)), bundle.manifest.spec.precision
     is_rounded = against is None and precision != "fp32"
     reference = "the eager model" + (f" with the bundle's {precision} weights" if is_rounded else "")
-    author = MODULE if is_own_module(str(against)) else bundle.manifest.author
-    stages = Stages(model, Graphs.of(bundle), reference, load_tokenizer(bundle), author)
+    model = replace(model, author=model.author or bundle.manifest.author)
+    stages = Stages(model, Graphs.of(bundle), reference, load_tokenizer(bundle))
     return _verify(stages, compared, LoadOptions(device=device, engine=engine), config or VerifyConfig(), report)
 
 
@@ -163,6 +160,10 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
         finite = [Stage(*named, n.worst) for named, n in zip(sessions, logits, strict=True) if math.isfinite(n.error)]
         decodes = compare_all_decodes(eager, finite, sources, report) if finite else []
         decodes += compare_long_decodes(eager, finite, long, report) if finite else []
+        if generate := stages.model.generate:
+            sources += [batch.source_ids[0].tolist() for batch in long]
+            report(f"decoding {len(sources)} sequences: your own generation loop")
+            decodes += compare_own_loop(generate, eager, finite, sources)
         compared = [Stage("eager", eager, max((number.worst for number in checks.rounding), default=0.0)), *finite]
     if stages.tokenizer and stages.tokenizer.text.samples:
         for stage in compared:
@@ -175,7 +176,7 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
         config.seed,
         tuple(numbers),
         tuple(decodes),
-        stages.author,
+        stages.model.author,
         source_tokens=source_tokens,
         target_tokens=target_tokens,
         is_capped=source_tokens < spec.max_source_length or target_tokens < spec.max_target_length,
@@ -223,14 +224,12 @@ class _Numbers:
                 yield compare(stage, self._expected, got, self._tolerance(session), "speculation")
 
     def alignment(self, sessions: Sequence[Named]) -> Iterator[Numbers]:
-        """Compare the alignment of one session, because all variants share its graph.
-
-        The last entry of each row is the sum over source tokens, so that weight on padding is detected.
-        """
+        """Compare the alignment of one session, because all variants share its graph."""
         for stage, session in sessions:
             if isinstance(session, Aligns) and session.has_alignment:
                 self._report(f"comparing the alignment: {stage}")
                 expected = [_alignment(self._eager, batch) for batch in self._batches]
+                # The last entry, the sum over source tokens, detects weight on padding.
                 for array, batch in zip(expected, self._batches, strict=True):
                     array[:, :, :-1] *= batch.source_mask[:, None]
                     array[:, :, -1] = 1

@@ -15,13 +15,14 @@ from tfexport.decode.result import Hypothesis
 from tfexport.decode.score import score
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
+from tfexport.nn.eager import Generate
 from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Session
 from tfexport.text.config import TextSample
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify._numbers import Batch as NumberedBatch
 from tfexport.verify._report import Decodes, Divergence
 
-NEW_TOKENS = 12
+NEW_TOKENS, LOOP_TOKENS = 12, 32
 METHODS = {"greedy": 1, "beam 4": 4}
 _PERTURBATIONS = 32
 # Extra candidates, whose order noise may change.
@@ -39,17 +40,13 @@ class Stage(NamedTuple):
 
     @property
     def must_be_exact(self) -> bool:
-        """Whether different tokens fail the check."""
         return self.session.accuracy == "fp32"
 
 
 def decode_best(
     session: Session, sources: Sources, num_beams: int, batch_size: int, prefixes: Sources | None = None
 ) -> list[Hypothesis]:
-    """Decode the best hypothesis of every source.
-
-    It has at most 12 tokens, or exactly 12 after one of `prefixes`.
-    """
+    """Decode at most 12 tokens of every source, or exactly 12 after `prefixes`."""
     limit = min(NEW_TOKENS, session.spec.max_target_length)
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit, min_new_tokens=limit if prefixes else 0)
     return [best[0] for best in decode(session, sources, config, prefixes=prefixes, batch_size=batch_size)]
@@ -164,18 +161,34 @@ def recorded_texts(stage: Stage, tokenizer: Tokenizer, eager: Session) -> Decode
     have computed in float64.
     """
     samples = tokenizer.text.samples
+    results = [_decoded(stage.session, tokenizer, sample) for sample in samples]
+    return _compared(stage, "recorded texts", samples, results, eager)
+
+
+def compare_own_loop(generate: Generate, eager: Session, stages: Sequence[Stage], sources: Sources) -> list[Decodes]:
+    """Compare greedy decodes in padded batches with the user's own loop."""
+    limit, found = min(LOOP_TOKENS, eager.spec.max_target_length), []
+    outputs = [tuple(generate(list(source), limit)) for source in sources]
+    pairs = zip(sources, outputs, strict=True)
+    samples = [TextSample(text="", source_ids=tuple(ids), target_ids=target, output="") for ids, target in pairs]
+    for stage in stages:
+        results = decode(stage.session, sources, DecodeConfig(max_new_tokens=limit), batch_size=8)
+        found.append(_compared(stage, "own loop", samples, [best[0].token_ids for best in results], eager))
+    return found
+
+
+def _compared(
+    stage: Stage, method: str, samples: Sequence[TextSample], results: Sequence[Tokens | str], eager: Session
+) -> Decodes:
     ties, problems = 0, []
-    for number, sample in enumerate(samples):
-        ids = _decoded(stage.session, tokenizer, sample)
+    for number, (sample, ids) in enumerate(zip(samples, results, strict=True)):
         if isinstance(ids, str):
             problems.append(f"text {number}: {ids}")
         elif ids != sample.target_ids:
             ties += _is_tie(eager, sample, ids, stage.noise)
             problems.append(f"text {number}, {_difference(sample.target_ids, ids, 'the end')}")
-        elif ids and (text := tokenizer.decode(ids)) != sample.output:
-            problems.append(f"text {number}: {sample.output!r} became {text!r}")
     exact, first = len(samples) - len(problems), problems[0] if problems else None
-    return Decodes(stage.name, "recorded texts", len(samples), exact, ties, first, stage.must_be_exact)
+    return Decodes(stage.name, method, len(samples), exact, ties, first, stage.must_be_exact)
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
@@ -211,7 +224,7 @@ def _difference(left: Tokens, right: Tokens, end: str) -> str:
 
 
 def _decoded(session: Session, tokenizer: Tokenizer, sample: TextSample) -> Tokens | str:
-    """Decode one text to its recorded end, or return how its source ids differ."""
+    """Decode one text to its recorded end, or return how ids or texts differ."""
     try:
         (source,) = tokenizer.encode([sample.text])
     except InputError as error:
@@ -225,7 +238,10 @@ def _decoded(session: Session, tokenizer: Tokenizer, sample: TextSample) -> Toke
     is_ended = tokenizer.text.is_ended(sample, session.spec.tokens.eos)
     limit = min(len(sample.target_ids) + is_ended, session.spec.max_target_length)
     config = DecodeConfig(max_new_tokens=limit - len(prefix))
-    return decode(session, [source], config, prefixes=[prefix])[0][0].token_ids
+    ids = decode(session, [source], config, prefixes=[prefix])[0][0].token_ids
+    if ids == sample.target_ids and (text := tokenizer.decode(ids)) != sample.output:
+        return f"{sample.output!r} became {text!r}"
+    return ids
 
 
 def _is_tie(eager: Session, sample: TextSample, ids: Tokens, noise: float) -> bool:

@@ -37,15 +37,11 @@ def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
 
 
 def ordinary_ids(spec: ModelSpec, vocab: int) -> Ids:
-    """Return the ids of a vocabulary without special tokens."""
     return np.setdiff1d(np.arange(vocab), [spec.tokens.pad, spec.tokens.eos, spec.tokens.start])
 
 
 def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_rows: int | None = None) -> list[Batch]:
-    """Draw `count` sequences in batches of 1 to 8, at most `max_rows`.
-
-    The first batch has the largest size and length and a short prefix, to test padding and all of the cache.
-    """
+    """Draw `count` sequences in batches of at most 8 rows, the largest first."""
     batches: list[Batch] = []
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
     while count > 0:
@@ -68,10 +64,7 @@ def long_lengths(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def long_batches(spec: ModelSpec, rng: np.random.Generator) -> list[Batch]:
-    """Draw one row for each of `long_lengths`.
-
-    The first step reads most of its target.
-    """
+    """Draw one row for each of `long_lengths`; the first step reads most of it."""
     batches = []
     for source_len, target_len in long_lengths(spec):
         ids = rng.choice(ordinary_ids(spec, spec.source_vocab), (1, source_len))
@@ -102,10 +95,7 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
 
 
 def verified_logits(session: Session, batch: Batch) -> Floats:
-    """Return the logits of `step_logits`, with several tokens verified in one step.
-
-    Before each piece, wrong tokens are verified and rewound, which must have no effect.
-    """
+    """Return `step_logits`, verified in pieces, each after wrong tokens."""
     first, rows = batch.prefill - 1, len(batch.source_ids)
     found = np.empty((rows, batch.target_ids.shape[1] - first, session.spec.vocab), np.float32)
     for row, (source, target) in enumerate(zip(batch.source_ids, batch.target_ids, strict=True)):

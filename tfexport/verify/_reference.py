@@ -19,11 +19,7 @@ _LENGTHS = ("max_source_length", "max_target_length")
 
 
 def reference_of(bundle: Bundle, against: str | None) -> EagerModel:
-    """Return the model to compare a bundle with.
-
-    `against` is a model directory, or PACKAGE.MODULE:FACTORY, whose code is imported and run. None uses the weights of
-    the bundle itself; no code that the bundle names is run.
-    """
+    """Return the model to compare a bundle with; see `verify_bundle`."""
     if against is None:
         return EagerModel(_own_weights(bundle))
     if is_own_module(against):

@@ -27,11 +27,9 @@ class Numbers:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance; NaN never is."""
         return self.error <= self.tolerance
 
     def problem(self) -> str | None:
-        """Describe the failure, or return None if the check passed."""
         if self.passed:
             return None
         subject = self.stage if self.quantity == "logits" else f"{self.quantity} of {self.stage}"
@@ -43,7 +41,6 @@ class Numbers:
         )
 
     def row(self) -> tuple[str, ...]:
-        """Return the check as a row of the report's table."""
         result = f"{self.error:.1e} ≤ {self.tolerance:.0e}"
         return self.stage, self.quantity, result, "✓" if self.passed else "✗"
 
@@ -62,7 +59,7 @@ class Decodes:
     """A check that compares whole decodes of a stage with the eager model's.
 
     `method` is "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), "full
-    length" (greedy, up to the length limits), or "recorded texts" (text to text, compared with the user's own code).
+    length" (greedy, up to the length limits), or with the user's own code, "recorded texts" or "own loop".
     A decode that is not equal is a tie if the eager model also produces it with its logits perturbed by twice the
     stage's measured error: rounding decides.
     """
@@ -78,18 +75,15 @@ class Decodes:
 
     @property
     def passed(self) -> bool:
-        """Whether every sequence is equal or a tie, or differences are only reported."""
         return not self.must_be_exact or self._different == 0
 
     def problem(self) -> str | None:
-        """Describe the failure, or return None if the check passed."""
         if self.passed:
             return None
         count = f"{self._different} of {self.sequences}"
         return f"{self.stage}, {self.method}: {count} sequences differ; first: {self.first}"
 
     def row(self) -> tuple[str, ...]:
-        """Return the check as a row of the report's table."""
         result = f"{self.exact}/{self.sequences} exact"
         if self.ties:
             result += f", {self.ties} {'tie' if self.ties == 1 else 'ties'}"

@@ -172,15 +172,36 @@ def last_swapped(model: nn.Module, source: Tensor, keep: Tensor, target: Tensor)
     [
         (last_swapped, "causal mask"),
         (lambda m, *i: nn.functional.dropout(m(*i), 0.5), "two runs differ"),
-        (lambda m, *i: m(*i).flatten(0, 1), r"returned \[21, 31\], expected \[3, 7, 31\]"),
-        (lambda m, *i: m(*i).transpose(0, 1), r"returned \[7, 3, 31\]"),
-        (lambda m, *i: None, "returned NoneType"),
+        (lambda m, *i: m(*i).flatten(0, 1), r"forward: returns \[21, 31\], expected \[3, 7, 31\]"),
+        (lambda m, *i: m(*i).transpose(0, 1), r"forward: returns \[7, 3, 31\]"),
+        (lambda m, *i: None, "forward: returns NoneType"),
         (lambda m, *i: m(*i) * math.nan, "NaN"),
     ],
 )
 def test_an_original_that_proves_nothing_is_refused(forward: Callable[..., Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         recorded(Torch(), tmp_path / "g", forward=forward)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("forward", lambda m, source, target: m(source, source > 0, target)),
+        ("forward", torch.zeros(3, 7, TARGET)),
+        ("encode", lambda m, source: source),
+        ("source_vocab", "31"),
+        ("heads", 0),
+        ("pad_source", SOURCE),
+        ("start", "<s>"),
+        ("end", TARGET),
+        ("texts", ["a text"]),
+    ],
+)
+def test_a_wrong_argument_is_named(name: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        recorded(Torch(), tmp_path / "g", **{name: value})
+    assert caught.value.subject == f"reference: {name}" or caught.value.problems[0].startswith(f"{name} is ")
     assert not list(tmp_path.iterdir())
 
 

@@ -74,11 +74,8 @@ def record_rows(
 ) -> tuple[LongRow, ...]:
     """Run rows of growing length, up to the longest that the model accepts.
 
-    Args:
-        run: called with ids of every side, int64 [1, length]; returns outputs [1, length of the last side, width].
-        sides: source, and target unless the model is encoder-only.
-        generator: draws the ids.
-        first_target: first target id, if the decoder starts without a token.
+    `run` gets ids of each of `sides`, int64 [1, length], and returns outputs [1, length of the last side, width]. The
+    first target id is `first_target` if the decoder starts without a token.
     """
 
     def row(lengths: Sequence[int]) -> LongRow | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tfexport.errors import CheckpointError
+from tfexport.errors import CheckpointError, raised_by
 
 _CAUSAL = 1e-4  # largest difference that float32 may cause between runs that should be equal
 
@@ -28,11 +28,11 @@ class Original:
         """Return the outputs for the inputs, or for other targets, by name."""
         source = (self.inputs["source_ids"], self.inputs["source_mask"])
         if self.target_vocab is None:
-            return {"hidden_states": _checked(self.forward(model, *source), source[0], None)}
+            return {"hidden_states": _outputs("forward", self.forward, model, source, None)}
         target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
-        results = {"logits": _checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
+        results = {"logits": _outputs("forward", self.forward, model, (*source, target_ids), self.target_vocab)}
         if self.encode is not None:
-            results["hidden_states"] = _checked(self.encode(model, *source), source[0], None)
+            results["hidden_states"] = _outputs("encode", self.encode, model, source, None)
         return results
 
     @torch.no_grad()
@@ -41,10 +41,7 @@ class Original:
         return self.forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), *target_ids)
 
     def check(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
-        """Raise if outputs differ between runs or see later tokens.
-
-        Replace a first target id that has no effect.
-        """
+        """Raise if outputs differ between runs or depend on later tokens."""
         again = self.run(model)
         if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
             raise CheckpointError("reference: two runs differ; disable dropout and everything else that is random")
@@ -91,11 +88,22 @@ class Original:
         return worst
 
 
-def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
+def _outputs(
+    name: str, function: Callable[..., object], model: nn.Module, inputs: Sequence[Tensor], width: int | None
+) -> Tensor:
+    """Call a function of the user and check the shape of its result."""
+    ids, names = inputs[-1], zip(("source_ids", "source_mask", "target_ids"), inputs, strict=False)
+    try:
+        result = function(model, *inputs)
+    except Exception as error:
+        called = ", ".join(f"{argument} {list(tensor.shape)}" for argument, tensor in names)
+        problem = f"{raised_by(error)}, called as {name}(model, {called})"
+        remedy = "correct its arguments, or source_vocab, target_vocab and lengths"
+        raise CheckpointError(problem, subject=f"reference: {name}", remedy=remedy) from error
     shape = list(result.shape) if isinstance(result, Tensor) else []
     if not isinstance(result, Tensor) or shape[:-1] != list(ids.shape) or width not in (None, shape[-1]):
         got, expected = shape or type(result).__name__, [*ids.shape, "d_model" if width is None else width]
-        raise CheckpointError(f"reference: the model returned {got}, expected {expected}; reshape it in your forward")
+        raise CheckpointError(f"returns {got}, expected {expected}", subject=f"reference: {name}", remedy="reshape it")
     return result.detach().double().cpu().clone()
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,21 @@ def record_reference(
     path = Path(path)
     if os.path.lexists(path) and not force:
         raise CheckpointError(f"{path} exists; use force=True or choose another name")
+    kinds: tuple[tuple[str, Any, Any], ...] = (("model", model, nn.Module), ("texts", texts, RecordedTexts | None))
+    wrong = [f"{name} is {shortened(value)}" for name, value, kind in kinds if not isinstance(value, kind)]
+    raise_all(CheckpointError, "reference", wrong, remedy="give a torch.nn.Module, and RecordedTexts or None")
     tokens = _tokens(pad_source, start, end, texts)
+    sizes = (("source_vocab", source_vocab), ("target_vocab", target_vocab), ("heads", heads))
+    ids = [("pad_source", pad_source, source_vocab), ("pad_target", pad_target, target_vocab)]
+    ids += [("start", tokens.get("start"), target_vocab), ("end", tokens.get("eos"), target_vocab)]
+    numbers: list[tuple[str, Any, int, Any]] = [(name, value, 1, None) for name, value in sizes]
+    numbers += [(name, value, 0, vocab if isinstance(vocab, int) else None) for name, value, vocab in ids]
+    wrong = [
+        f"{name} is {shortened(value)}, expected {least} or more{'' if limit is None else f', below {limit}'}"
+        for name, value, least, limit in numbers
+        if value is not None and not (isinstance(value, Integral) and least <= int(value) < (limit or math.inf))
+    ]
+    raise_all(CheckpointError, "reference", wrong)
     pad_source = pad_source or 0
     pad_target = pad_source if pad_target is None else pad_target
     generator = torch.Generator().manual_seed(seed)

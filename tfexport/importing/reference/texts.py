@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tfexport.errors import CheckpointError, raise_all
+from tfexport.errors import CheckpointError, raise_all, raised_by, shortened
 from tfexport.text.config import TextConfig, TextSample
 
 
@@ -42,7 +42,8 @@ def record_texts(
     model: nn.Module, forward: Callable[..., Tensor], texts: RecordedTexts, source_vocab: int, target_vocab: int | None
 ) -> TextConfig:
     """Run every sample through the user's code and the model, with greedy decoding."""
-    problems = [] if texts.samples else ["there is no sample text; give a dozen"]
+    is_list = texts.samples and not isinstance(texts.samples, str)
+    problems = [] if is_list else [f"samples is {shortened(texts.samples)}, expected a list of a dozen texts"]
     needed = ("to_text", "start", "end") if target_vocab is not None else ()
     missing = [name for name in needed if getattr(texts, name) is None]
     problems += [f"{name} is missing; a model with a decoder needs it" for name in missing]
@@ -52,7 +53,7 @@ def record_texts(
         try:
             samples.append(_record_text(model, forward, texts, text, source_vocab, target_vocab))
         except Exception as error:  # noqa: BLE001 - the user's own code
-            problems.append(f"text {number}: {type(error).__name__}: {error}")
+            problems.append(f"text {number}: {raised_by(error)}")
     raise_all(CheckpointError, "reference outputs: texts", problems)
     return TextConfig(target_prefix=_ids(texts.target_prefix), samples=tuple(samples), end=texts.end)
 
