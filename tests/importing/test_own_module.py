@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -141,6 +142,14 @@ def test_a_loop_that_returns_no_ids_is_refused(loop: Callable[..., object]) -> N
     with pytest.raises(ConfigError) as caught:
         generate([5, 6], 4)
     assert caught.value.subject == "generate"
+
+
+def test_a_buffer_on_another_device_is_named() -> None:
+    model = modern.module()
+    model.register_buffer("table", torch.empty(2, device="meta"))
+    with pytest.raises(ConfigError) as caught:
+        OwnModule(model, modern.SPEC)
+    assert caught.value.problems[0].startswith("table is not float32 on the CPU")
 
 
 def test_an_encoder_alone_has_no_loop() -> None:

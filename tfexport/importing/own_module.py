@@ -73,8 +73,9 @@ class OwnModule:
         ]
         if self.spec.precision != "fp32":
             problems.append(f"spec.precision is {self.spec.precision}, expected fp32; --precision is for the graphs")
-        parameters = self.module.named_parameters()
-        if others := [name for name, p in parameters if p.dtype != torch.float32 or p.device.type != "cpu"]:
+        others = [name for name, x in self.module.named_parameters() if x.dtype != torch.float32]
+        state = (*self.module.named_parameters(), *self.module.named_buffers())
+        if others := [*others, *(name for name, x in state if x.device.type != "cpu")]:
             problems.append(f"{others[0][:120]} is not float32 on the CPU; give module.float().cpu()")
         if self.generate is not None and not self.spec.has_decoder:
             problems.append("generate is given, but the spec has no decoder; leave it out")
