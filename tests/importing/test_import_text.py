@@ -243,7 +243,7 @@ def shifted(folder: Path) -> Path:
 MISTAKES: dict[str, tuple[Callable[[User, Path], list[object]], str]] = {
     "a dropped suffix": (
         lambda user, folder: ["--source-prefix", 1],
-        r"text 1 of 12.*at token \d the tokenizer has the end, your code 2; your ids end with 2.*--source-suffix 2",
+        r"text 1 of 12.*: ids around the text: .*your ids end with 2.*--source-suffix 2",
     ),
     "a suffix too much": (
         lambda user, folder: ["--source-prefix", 1, "--source-suffix", "2,2"],
@@ -251,11 +251,11 @@ MISTAKES: dict[str, tuple[Callable[[User, Path], list[object]], str]] = {
     ),
     "a swapped tokenizer": (
         lambda user, folder: ["--target-tokenizer", user.folder / "source.txt"],
-        r"your code decodes the ids .* to 't.*', the tokenizer to 's",
+        r"decoding: your code makes 't.*' of the ids .*, the tokenizer 's",
     ),
     "another normalisation": (
         lambda user, folder: ["--tokenizer", capitals(folder, word_level(SOURCE))],
-        r"the tokenizer cannot encode it; give the tokenizer that the model was trained with",
+        r"the tokenizer has no ids.*give the tokenizer that the model was trained with",
     ),
     "ids that are shifted": (
         lambda user, folder: ["--tokenizer", shifted(folder), "--source-prefix", 1, "--source-suffix", 2],

@@ -226,8 +226,8 @@ def test_a_list_of_joeynmt_with_codes(tmp_path: Path) -> None:
     ("listed", "codes", "problem"),
     [
         ("th@@ 5\ne 3\n", None, "has pieces of words, but no codes next to it; copy them there as bpecodes"),
-        ("the 5\na 3\nthe 1\n", None, "line 3 repeats line 1"),
-        ("the 5\n<pad> 3\n", None, "line 2 repeats a special token"),
+        ("the 5\na 3\nthe 1\n", None, "'the' and id 4"),
+        ("the 5\n<pad> 3\n", None, "'<pad>' and id 1"),
         ("th@@ 5\ne 3\n", "t h\ne </w>\n", "version 0.1"),
         ("th@@ 5\ne 3\n", "#version: 0.2\nt\n", "line 2 is 't', expected two pieces"),
     ],
@@ -246,12 +246,12 @@ def test_a_list_that_cannot_be_read(listed: str, codes: str | None, problem: str
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("vocab.json", json.dumps({"<s>": 0, "the": 1}), "has only ids, as a vocab.json.*give the directory"),
+        ("vocab.json", json.dumps({"<s>": 0, "the": 1}), "--tokenize"),
         ("merges.txt", "#version: 0.2\nt h\nth e\n", "has only merges, as a merges.txt.*give the directory"),
         ("merges.txt", "t h\nth e\nĠ the\n", "has only merges, as a merges.txt"),
-        ("config.json", json.dumps({"model_type": "bart"}), "is not a tokenizer.json, because it has no model"),
+        ("config.json", json.dumps({"model_type": "bart"}), "no tokens with ids, and no model"),
         ("tokenizer.json", json.dumps({"model": {"type": "BPE"}}), "is not a valid tokenizer.json"),
-        ("tokenizer.json", '{"model": {"ty', "is not JSON"),
+        ("tokenizer.json", '{"model": {"ty', "cannot be read"),
     ],
 )
 def test_a_part_of_a_tokenizer_is_refused(name: str, content: str, problem: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tfexport.errors import ConfigError, raise_all
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.layout.apply import setting_conflicts
 from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_setting, read_layout, setting_problems
+from tfexport.importing.words import split_problem
 from tfexport.nn.switches import Value
 
 _TRIED = 16  # layouts whose shapes are compared with the settings
@@ -95,6 +96,8 @@ def _settings(config: ImportConfig, problems: list[str]) -> dict[str, Value]:
 def _text_problems(checkpoint: Path, config: ImportConfig, source: Path | None, target: Path | None) -> Iterator[str]:
     if source is None and target is not None:
         yield "the target has a tokenizer, but the source has none; give --tokenizer too"
+    if config.tokenize and (problem := split_problem(config.tokenize)):
+        yield problem
     has_language = (config.source_language, config.target_language) != (None, None)
     if source is None and has_language and checkpoint.exists() and not (checkpoint / CONFIG).exists():
         yield "a language is given, but no tokenizer that has its id; give --tokenizer"

@@ -417,7 +417,8 @@ class _Import:
         if source is None and (config.source_language, config.target_language) != (None, None):
             source = self.path
         names = tokenizer_names(self.path) if source is None and is_directory else ()
-        tokenizers = Tokenizers(source or self.path, target, config.source_language, config.target_language)
+        languages = config.source_language, config.target_language
+        tokenizers = Tokenizers(source or self.path, target, *languages, config.tokenize, config.lowercase)
         used = tokenizers if source or names else None
         try:
             text = import_text(used, user_text, recorded, spec, has_own_weights=has_own_weights)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Inner
 
@@ -16,8 +17,9 @@ from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError, ParityError
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
-from tfexport.importing.vocabulary import Side, tokenizer_error, tokenizer_json, vocabulary_size
-from tfexport.text.compare import fit_text_config
+from tfexport.importing.vocabulary import Side, read_tokenizer, tokenizer_error, vocabulary_size
+from tfexport.importing.words import Words, with_splits
+from tfexport.text.compare import check_texts, fit
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.text.vocabulary import BEYOND, errors_as, try_tokenizer
@@ -34,18 +36,23 @@ class Tokenizers:
     """Tokenizers and languages that the user chooses.
 
     Attributes:
-        source: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face directory. It is used for
+        source: a tokenizer.json, a SentencePiece model, tokens with ids, or a Hugging Face directory. It is used for
             both sides if `target` is None.
         target: tokenizer of the target, if it has its own.
         source_language: language as the tokenizer names it, such as eng_Latn, en_XX or en. None keeps the tokenizer's
             default.
         target_language: target language in the same form.
+        tokenize: words, chars, basic_english, or a regular expression whose matches are the tokens, if `source` has no
+            rules. None lets the recorded texts decide.
+        lowercase: whether texts are put into lower case before.
     """
 
     source: Path
     target: Path | None = None
     source_language: str | None = None
     target_language: str | None = None
+    tokenize: str | None = None
+    lowercase: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,20 +82,34 @@ def import_text(
     if tokenizers is None:
         note = "there are recorded texts, but no tokenizer to compare them with; give --tokenizer"
         return ImportedText({}, notes=(note,) if recorded else ())
-    files, warnings = _read(tokenizers.source, spec, "source" if tokenizers.target else None)
+    read = _read(tokenizers.source, spec, "source" if tokenizers.target else None)
     if tokenizers.target is not None:
-        target, more = _read(tokenizers.target, spec, "target")
-        files, warnings = {**files, TARGET_TOKENIZER: target[TOKENIZER]}, [*warnings, *more]
-    generation, languages = _choose_languages(files, tokenizers)
-    sides = [(name, files[name]) for name in (TOKENIZER, TARGET_TOKENIZER) if name in files]
-    load = partial(Tokenizer.parse, sides, spec)
+        target = _read(tokenizers.target, spec, "target")
+        read = {TOKENIZER: read[TOKENIZER], TARGET_TOKENIZER: target.get(TARGET_TOKENIZER, target[TOKENIZER])}
     _check_padding(recorded or user_text, spec)
-    text = fit_text_config(lambda text: load(text=text), recorded, user_text) if recorded else user_text
-    tokenizer = load(text=text)
+
+    def load(files: Mapping[str, bytes]) -> Tokenizer:
+        sides = [(name, files[name]) for name in (TOKENIZER, TARGET_TOKENIZER) if name in files]
+        parse = partial(Tokenizer.parse, sides, spec)
+        return fit(lambda text: parse(text=text), recorded, user_text) if recorded else parse(text=user_text)
+
+    files, splits, unverified = with_splits(
+        read, tokenizers.tokenize, load if recorded else None, lowercase=tokenizers.lowercase
+    )
+    warnings = [check_coverage(files[TOKENIZER], tokenizers.source, spec, "source" if len(files) > 1 else None)]
+    if len(files) > 1:
+        warnings.append(check_coverage(files[TARGET_TOKENIZER], tokenizers.target or tokenizers.source, spec, "target"))
+    if process.resource is None:
+        warnings.append("the tokenizer was tried without a memory limit, which this system does not support")
+    generation, languages = _choose_languages(files, tokenizers)
+    tokenizer = load(files)
+    if recorded:
+        check_texts(tokenizer)
+    text = tokenizer.text
     names = [name for name in ("source_prefix", "source_suffix", "target_prefix") if not getattr(user_text, name)]
     found = {name.replace("_", " "): ids for name in names if (ids := getattr(text, name))}
     notes = [f"{name} {', '.join(map(str, ids))}: as in the recorded texts" for name, ids in found.items()]
-    notes = [*warnings, *languages, *notes]
+    notes = [*filter(None, warnings), *splits, *languages, *notes]
     if recorded:
         notes.append(f"the tokenizer and your code agree on ids and texts for {len(text.samples)} recorded texts")
     elif spec.has_decoder and not tokenizer.ends_sources:
@@ -97,8 +118,9 @@ def import_text(
     if not has_own_weights:
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
-    unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
-    return ImportedText(files, tokenizer, len(text.samples), generation, tuple(notes), unverified)
+    if not recorded:
+        unverified = ["the tokenizer: no texts were recorded to compare it with"]
+    return ImportedText(files, tokenizer, len(text.samples), generation, tuple(notes), tuple(unverified))
 
 
 def _check_padding(text: TextConfig, spec: ModelSpec) -> None:
@@ -109,22 +131,16 @@ def _check_padding(text: TextConfig, spec: ModelSpec) -> None:
         raise ParityError(f"{problem}, text {padded[0]} first; correct tokens.pad, or return ids without padding")
 
 
-def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, bytes], list[str]]:
-    files = directory_tokenizer(path, spec) if path.is_dir() else {TOKENIZER: tokenizer_json(path, spec, side)}
-    if side is not None:
-        own = files.get(TARGET_TOKENIZER) if side == "target" else None
-        files = {TOKENIZER: own or files[TOKENIZER]}
-    for raw in files.values():
+def _read(path: Path, spec: ModelSpec, side: Side | None) -> dict[str, bytes | Words]:
+    is_directory = path.is_dir()
+    read: Any = directory_tokenizer(path, spec) if is_directory else {TOKENIZER: read_tokenizer(path, spec, side)}
+    for raw in read.values():
         try:
-            try_tokenizer(raw, f"tokenizer {path}")
+            if isinstance(raw, bytes):
+                try_tokenizer(raw, f"tokenizer {path}")
         except BundleError as error:
             raise CheckpointError(str(error)) from error
-    first: Side | None = "source" if TARGET_TOKENIZER in files else side
-    sides: dict[str, Side | None] = {TOKENIZER: first, TARGET_TOKENIZER: "target"}
-    warnings = [check_coverage(raw, path, spec, sides[name]) for name, raw in files.items()]
-    if process.resource is None:
-        warnings.append("the tokenizer was tried without a memory limit, which this system does not support")
-    return files, [warning for warning in warnings if warning]
+    return {**read}
 
 
 def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> str:

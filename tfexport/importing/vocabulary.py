@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,16 +12,21 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from tfexport._io.extras import install_command
+from tfexport._io.process import call_in_process
 from tfexport._io.strict_json import plain_problem
 from tfexport.contract import ModelSpec
-from tfexport.errors import BackendError, CheckpointError, raise_all
-from tfexport.text.vocabulary import BEYOND, MAX_BYTES, errors_as
+from tfexport.errors import BackendError, CheckpointError, raise_all, shortened
+from tfexport.importing.words import Words
+from tfexport.text.vocabulary import BEYOND, MAX_BYTES, TRIAL_CPU_S, TRIAL_MEMORY, errors_as
 
 Side = Literal["source", "target"]
 Merge = tuple[str, str]
 # Name that fairseq, NLLB and mBART give to a SentencePiece model next to a list of its pieces.
 SPM_BPE = "sentencepiece.bpe.model"
 _SPACE = "▁"
+_JSON = re.compile(r'\s*[\[{]\s*["\[{]')  # not a list of tokens that begins with [PAD]
+_TO_JSON = "in your code, save the dictionary of tokens with json.dump(STOI, open('vocab.json', 'w'))"
+_UNKNOWN_NAME, _SPECIAL_NAME = re.compile(r"(?i:[<\[_|]+(unk|unknown|oov)[>\]_|]*)|UNK|OOV"), re.compile(r"<.+>|\[.+\]")
 # Types of models and pieces in SentencePiece's format.
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -37,24 +42,36 @@ _OPENNMT = re.compile(r"(.+)\t\d+"), ("<unk>", "<blank>", "<s>", "</s>")
 
 
 def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
-    """Convert a vocabulary to tokenizer.json; return a tokenizer.json unchanged.
+    """Like `read_tokenizer`; raises CheckpointError if nothing shows how to split."""
+    found = read_tokenizer(path, spec, side)
+    return found if isinstance(found, bytes) else found.build(found.ways()[0])
 
-    It may be a SentencePiece model or a list of tokens: one per line, or as fairseq or OpenNMT-py write them. A list
-    splits texts at white space. If its tokens are pieces of words, the codes of subword-nmt or fastBPE, or the
-    SentencePiece model, next to it split the words.
+
+def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes | Words:
+    """Read tokens with ids, or convert to tokenizer.json what has rules to split texts.
+
+    Tokens are in JSON, a pickle, or a list: one per line, or as fairseq or OpenNMT-py write them. A list splits texts
+    at white space. If its tokens are pieces of words, the codes of subword-nmt or fastBPE, or the SentencePiece model,
+    next to it split the words. A SentencePiece model is converted, and a tokenizer.json returned unchanged.
     """
-    raw = read_vocabulary(path)
-    if raw.lstrip()[:1] == b"{":
-        _check_json(raw, path)
-        return raw
-    with errors_as(lambda reason: tokenizer_error(path, f"cannot be read ({reason}); save it again")):
+    raw, limits = read_vocabulary(path), {"memory_bytes": TRIAL_MEMORY, "cpu_s": TRIAL_CPU_S}
+    is_pickle = raw.startswith((b"\x80", b"PK\x03\x04"))
+    remedy = _TO_JSON if is_pickle else "save it again"
+    with errors_as(lambda reason: tokenizer_error(path, f"cannot be read ({reason}); {remedy}")):
+        if is_pickle:
+            data = call_in_process("tfexport.importing._pickled:read_pickled", **limits, wall_s=600, data=raw)
+            return _words(_token_ids(data, path), path, spec, side)
         try:
             text = raw.decode("utf-8").removeprefix("\ufeff")
-            is_text = "\0" not in text and "\x0e" not in text
         except UnicodeDecodeError:
-            is_text = False
-        inner = _from_list(text, path, spec, side) if is_text else _from_sentencepiece(path, spec, side)
-        return inner.to_str(pretty=True).encode()
+            text = "\0"
+        if _JSON.match(text):
+            data = json.loads(text)
+            is_whole = isinstance(data, dict) and isinstance(data.get("model"), dict)
+            return raw if is_whole else _words(_token_ids(data, path), path, spec, side)
+        if "\0" in text or "\x0e" in text:
+            return _from_sentencepiece(path, spec, side).to_str(pretty=True).encode()
+        return _from_list(text, path, spec, side)
 
 
 def tokenizer_error(path: Path, problem: str) -> CheckpointError:
@@ -74,17 +91,31 @@ def read_vocabulary(path: Path) -> bytes:
         raise tokenizer_error(path, f"cannot be read ({error.strerror or error})") from error
 
 
-def _check_json(raw: bytes, path: Path) -> None:
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise tokenizer_error(path, f"is not JSON ({error}); save the tokenizer again") from error
-    if isinstance(found.get("model"), dict):
-        return
-    if found and all(isinstance(i, int) for i in found.values()):
-        remedy = "give the directory that has its merges.txt or SentencePiece models too"
-        raise tokenizer_error(path, f"has only ids, as a vocab.json, and no rules to split a text; {remedy}")
-    raise tokenizer_error(path, "is not a tokenizer.json, because it has no model; give a tokenizer.json")
+def _token_ids(data: Any, path: Path) -> list[tuple[str, int]]:
+    """Return tokens with ids from nested lists and dictionaries."""
+    found = list(_vocabularies("", data, 8))
+    found = [one for one in found if one[0] in ("stoi", "itos")] or found
+    lists, others = ([pairs for _, is_list, pairs in found if is_list == kind] for kind in (True, False))
+    ids = dict((lists or others or [[]])[0])
+    # A dictionary may count words, or have got unknown ones by a default.
+    agree = [all(ids.get(token, i) == i for token, i in pairs) for pairs in others]
+    if not ids or (agree and not any(agree)) or any(dict(pairs) != ids for pairs in lists or others):
+        names = ", ".join(name or "one without a name" for name, *_ in found)
+        problem = f"has different vocabularies, {names}" if found else "has no tokens with ids, and no model"
+        raise tokenizer_error(path, f"{problem}; {_TO_JSON}, or give a tokenizer.json")
+    return (lists or others)[0]
+
+
+def _vocabularies(name: str, data: Any, depth: int) -> Iterator[tuple[str, bool, list[tuple[str, int]]]]:
+    """Yield the name of a vocabulary, whether it lists tokens by id, and its pairs."""
+    entries = list(data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ())
+    if entries and all(type(value) is str and re.fullmatch("[0-9]+", str(key)) for key, value in entries):
+        yield name, True, [(value, int(key)) for key, value in entries]
+    elif entries and isinstance(data, dict) and all(type(value) is int for value in data.values()):
+        yield name, False, entries
+    elif depth:
+        for key, value in entries:
+            yield from _vocabularies(key if isinstance(data, dict) else name, value, depth - 1)
 
 
 def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
@@ -94,49 +125,60 @@ def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
     return "source_vocab", spec.source_vocab
 
 
-def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> Inner:
+def _words(
+    pairs: Sequence[tuple[str, int]],
+    path: Path,
+    spec: ModelSpec,
+    side: Side | None,
+    problems: Sequence[str] | None = None,
+) -> Words:
+    """Check tokens with ids; a list has `problems`, maybe none."""
+    (name, limit), given, ids, found = vocabulary_size(spec, side), spec.tokens, dict(pairs), list(problems or ())
+    tokens = {i: token for token, i in pairs}
+    found += [f"{shortened(t)} and id {i} are not unique" for t, i in pairs if ids[t] != i or tokens[i] != t]
+    if not ids or not 0 <= min(tokens) <= max(tokens) < limit:
+        found.append(f"has {len(ids)} tokens, the model's {name} is {limit}")
+    if given.unk is not None and given.unk not in tokens:
+        found.append(f"has no id {given.unk}, which is tokens.unk")
+    raise_all(CheckpointError, f"tokenizer {path}", found)
+    named = [token for token in ids if given.unk is None and _UNKNOWN_NAME.fullmatch(token)]
+    unknown = named[0] if len(named) == 1 else tokens.get(-1 if given.unk is None else given.unk)
+    around = {i: tokens[i] for i in (given.pad, given.start, given.eos) if i in tokens}
+    lengths = {len(t) for t in ids.keys() - {unknown, *around.values()} if not _SPECIAL_NAME.fullmatch(t)}
+    is_list = problems is not None
+    split = "chars" if lengths == {1} and (not is_list or " " in ids) else "words" if is_list else None
+    # If the target has ids of its own, its start and end are ordinary words of the source.
+    special = tuple(token for i, token in around.items() if side != "source" or i == given.pad)
+    return Words(path, ids, unknown, special, split)
+
+
+def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> bytes | Words:
     tokens, before = _read_tokens(text)
     if tokens and (tokens[0].startswith("#version") or all(re.fullmatch("[^ ]+ [^ ]+", token) for token in tokens)):
         remedy = "give the directory that has its vocab.json too"
         raise tokenizer_error(path, f"has only merges, as a merges.txt, and no ids; {remedy}")
-    ids = spec.tokens
     goes_on = any(token.endswith(_GOES_ON) for token in tokens)
     codes = next((found for name in _CODES if goes_on and (found := path.with_name(name)).is_file()), None)
     spm = path.with_name(SPM_BPE)
     has_pieces = any(token.startswith(_SPACE) for token in tokens)
     is_fairseq = before > 0 and tokens[0] == "<s>"
     problems = [f"line {i} is empty" for i, token in enumerate(tokens, 1 - before) if not token]
-    places: dict[str, int] = {}
-    for number, token in enumerate(tokens, 1 - before):
-        if places.setdefault(token, number) != number and token:
-            first = f"line {places[token]}" if places[token] > 0 else "a special token that precedes all lines"
-            problems.append(f"line {number} repeats {first}")
-    name, limit = vocabulary_size(spec, side)
-    if len(tokens) > limit:
-        problems.append(f"has {len(tokens)} tokens, the model's {name} is {limit}")
-    if ids.unk is None:
-        problems.append("needs the id of unknown words; give --set tokens.unk=ID")
-    elif ids.unk >= len(tokens):
-        problems.append(f"has {len(tokens)} tokens, tokens.unk is {ids.unk}")
     if before and goes_on and codes is None:
         problems.append(f"has pieces of words, but no codes next to it; copy them there as {_CODES[0]}")
     if has_pieces and is_fairseq and not spm.is_file():
         problems.append(f"has pieces of SentencePiece, but no model next to it; copy it there as {SPM_BPE}")
-    raise_all(CheckpointError, f"tokenizer {path}", problems)
-    assert ids.unk is not None
-    unk = tokens[ids.unk]
-    around = dict.fromkeys((ids.pad, ids.start, ids.eos))
-    if has_pieces and spm.is_file():
-        controls = [tokens[i] for i in (range(3) if is_fairseq else around) if i < len(tokens)]
-        return with_ids(read_sentencepiece(spm), {token: i for i, token in enumerate(tokens)}, controls, unk)
+    words = _words([(token, i) for i, token in enumerate(tokens)], path, spec, side, problems)
+    if not (codes or (has_pieces and spm.is_file())):
+        return words
+    if words.unknown is None:
+        raise tokenizer_error(path, "needs the id of unknown words; give --set tokens.unk=ID")
     if codes is not None:
-        return _with_codes(tokens, _read_codes(codes), ids.unk)
-    inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=unk))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # If the target has ids of its own, its start and end are ordinary words of the source.
-    special = (ids.pad,) if side == "source" else tuple(around)
-    inner.add_special_tokens([tokens[i] for i in special if i < len(tokens)])
-    return inner
+        inner = _with_codes(tokens, _read_codes(codes), words.ids[words.unknown])
+    else:
+        around = range(3) if is_fairseq else (spec.tokens.pad, spec.tokens.start, spec.tokens.eos)
+        controls = dict.fromkeys(tokens[i] for i in around if i < len(tokens))
+        inner = with_ids(read_sentencepiece(spm), words.ids, [*controls], words.unknown)
+    return inner.to_str(pretty=True).encode()
 
 
 def _read_tokens(text: str) -> tuple[list[str], int]:
@@ -147,7 +189,7 @@ def _read_tokens(text: str) -> tuple[list[str], int]:
         if len(tokens) == len(lines):
             is_whole = special[0] in tokens and special == _OPENNMT[1]
             return (tokens, 0) if is_whole else ([*special, *tokens], len(special))
-    return text.splitlines(), 0
+    return lines if text else [], 0
 
 
 def _read_codes(path: Path) -> list[Merge]:

@@ -13,103 +13,108 @@ from tfexport.text.config import TextConfig, TextSample
 from tfexport.text.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
-_SHOWN = 60
+_SHOWN, _SHOWN_IDS = 60, 8
 
 
-def fit_text_config(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> TextConfig:
-    """Complete the ids around a text from the recorded texts, and check the tokenizer.
+def fit(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> Tokenizer:
+    """Load a tokenizer with the ids around a text that the recorded texts show.
 
-    `load` returns the tokenizer with ids around a text. `given` is the user's configuration without samples; ids that
-    it lacks are taken from `recorded`, that of the reference file. Raises ParityError like `check_texts`.
+    `given` is the user's configuration without samples; ids that it lacks are taken from `recorded`, that of the
+    reference file. Samples of only unknown tokens, which the tokenizer refuses, are left out.
     """
-    text = replace(given, target_prefix=given.target_prefix or recorded.target_prefix, samples=recorded.samples)
-    text = replace(text, end=recorded.end)
+    text = replace(given, target_prefix=given.target_prefix or recorded.target_prefix, end=recorded.end)
     if not (given.source_prefix or given.source_suffix):
         plain = load(text)
-        around = {_around(sample.source_ids, _encoded(plain, sample.text)) for sample in recorded.samples}
-        if len(around) == 1 and (found := around.pop()) is not None:
+        around = {_around(sample.source_ids, encoded(plain, sample.text)) for sample in recorded.samples} - {None}
+        if len(around) == 1 and (found := around.pop()):
             text = replace(text, source_prefix=found[0], source_suffix=found[1])
-    check_texts(load(text))
-    return text
+    tokenizer, first, last = load(text), len(text.source_prefix), -len(text.source_suffix) or None
+    is_known = [set(one.source_ids[first:last]) != {tokenizer.source_unknown} for one in recorded.samples]
+    pairs = zip(is_known, recorded.samples, strict=True)
+    samples = tuple(one for known, one in pairs if known or encoded(tokenizer, one.text))
+    return load(replace(text, samples=samples or recorded.samples))
+
+
+def unlike(tokenizer: Tokenizer) -> tuple[int, int, int, int]:
+    """Count texts with other ids, kinds of differences in length, other ids, and other outputs."""
+    texts, gaps, ids, outputs = 0, set[int](), 0, 0
+    for sample in tokenizer.text.samples:
+        wanted, found = sample.source_ids, encoded(tokenizer, sample.text)
+        texts += found != wanted
+        gaps.add(len(wanted) - len(found))
+        ids += sum(a != b for a, b in zip(found, wanted, strict=False))
+        outputs += sample.output is not None and tokenizer.decode(sample.target_ids) != sample.output
+    return texts, len(gaps), ids, outputs
 
 
 def check_texts(tokenizer: Tokenizer) -> None:
-    """Raise ParityError for the first text that differs from its record."""
+    """Raise ParityError for the first text that differs, with the step that differs."""
     samples = tokenizer.text.samples
     for number, sample in enumerate(samples, 1):
-        found = _encoded(tokenizer, sample.text)
-        if found != sample.source_ids:
-            raise ParityError(
-                f"text {number} of {len(samples)}, {_quoted(sample.text)}: {_difference(sample.source_ids, found)}; "
-                f"{_cause(tokenizer, sample, found)}"
-            )
-        if sample.output is None:
-            continue
-        decoded = tokenizer.decode(sample.target_ids)
-        if decoded != sample.output:
-            raise ParityError(
-                f"text {number} of {len(samples)}: your code decodes the ids {list(sample.target_ids)[:8]} to "
-                f"{_quoted(sample.output)}, the tokenizer to {_quoted(decoded)}; "
-                f"{_STRIPPED if decoded.strip() == sample.output else _OTHER_TARGET}"
-            )
+        subject = f"text {number} of {len(samples)}, {_quoted(sample.text)}"
+        if (found := encoded(tokenizer, sample.text)) != sample.source_ids:
+            step, remedy = _cause(tokenizer, sample, found)
+            raise ParityError(f"{step}: {_difference(sample.source_ids, found)}", subject=subject, remedy=remedy)
+        wanted = sample.output
+        if wanted is not None and (decoded := tokenizer.decode(sample.target_ids)) != wanted:
+            remedy = next((how for how, change in _OUTPUTS.items() if change(decoded) == change(wanted)), _OTHER_TARGET)
+            problem = f"decoding: your code makes {_quoted(wanted)} of the ids {list(sample.target_ids)[:_SHOWN_IDS]}"
+            raise ParityError(f"{problem}, the tokenizer {_quoted(decoded)}", subject=subject, remedy=remedy)
 
 
-def _encoded(tokenizer: Tokenizer, text: str) -> Ids | None:
+def encoded(tokenizer: Tokenizer, text: str) -> Ids:
+    """Return the ids of a source, none if it is refused."""
     try:
         return tuple(tokenizer.encode([text])[0])
     except InputError:
-        return None
+        return ()
 
 
-def _around(wanted: Ids, found: Ids | None) -> tuple[Ids, Ids] | None:
+def _around(wanted: Ids, found: Ids) -> tuple[Ids, Ids] | None:
     """Return the ids before and after the only `found` in `wanted`, or None."""
-    if not found:
-        return None
-    places = [place for place in range(len(wanted)) if wanted[place : place + len(found)] == found]
+    places = [place for place in range(len(wanted)) if wanted[place : place + len(found)] == found != ()]
     return (wanted[: places[0]], wanted[places[0] + len(found) :]) if len(places) == 1 else None
 
 
-def _difference(wanted: Ids, found: Ids | None) -> str:
-    if found is None:
-        return "the tokenizer cannot encode it"
+def _difference(wanted: Ids, found: Ids) -> str:
     place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, found, strict=False)))
-    ours, theirs = (str(ids[place]) if place < len(ids) else "the end" for ids in (found, wanted))
-    return f"at token {place} the tokenizer has {ours}, your code {theirs}"
+    ours, theirs = (list(ids)[max(0, place - 2) :][:_SHOWN_IDS] for ids in (found, wanted))
+    return f"the tokenizer has {f'the ids {ours}' if found else 'no ids'} at token {place}, your code {theirs}"
 
 
-def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
+def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids) -> tuple[str, str]:
+    """Return the step that differs and a remedy."""
     wanted = sample.source_ids
-    if found is None:
-        return _OTHER
     if around := _around(wanted, found):
         options = ("--source-prefix", "--source-suffix")
         missing = [f"{name} {','.join(map(str, ids))}" for name, ids in zip(options, around, strict=True) if ids]
-        return f"your ids {_spelled(around)}, the tokenizer's do not: give {' '.join(missing)}, or add a post-processor"
+        remedy = f"your ids {_spelled(around)}, the tokenizer's do not: give {' '.join(missing)}"
+        return "ids around the text", remedy
     if around := _around(found, wanted):
-        return (
-            f"the tokenizer's ids {_spelled(around)}, yours do not: "
-            "remove its post-processor, or --source-prefix and --source-suffix"
-        )
-    steps = {a - b for a, b in zip(wanted, found, strict=False)}
-    if len(wanted) == len(found) and len(steps) == 1:
-        (step,) = steps
-        side = "above" if step > 0 else "below"
-        return f"each of your ids is {abs(step)} {side} the tokenizer's: the vocabularies are shifted"
+        remedy = "remove its post-processor, or --source-prefix and --source-suffix"
+        return "ids around the text", f"the tokenizer's ids {_spelled(around)}, yours do not: {remedy}"
     for how, change in _CHANGES.items():
-        changed = change(sample.text)
-        if changed != sample.text and _encoded(tokenizer, changed) == wanted:
-            return f"they agree on the text {how}: add such a normalizer to the tokenizer"
-    return _OTHER
+        if (changed := change(sample.text)) != sample.text and encoded(tokenizer, changed) == wanted:
+            return "normalization", f"they agree on the text {how}: add such a normalizer to tokenizer.json"
+    for first in range(len(wanted) - len(found) + 1):
+        pairs = zip(wanted[first:], found, strict=False)
+        steps = {a - b for a, b in pairs if tokenizer.source_unknown not in (a, b)}
+        if steps == {0}:
+            return "unknown words", "correct --set tokens.unk, or give the vocabulary that the model was trained with"
+        if len(steps) == 1 and len(found) > 1:
+            return "ids", f"each of your ids is {steps.pop()} more than the tokenizer's: the vocabularies are shifted"
+    step = "ids" if len(found) == len(wanted) else "splitting"
+    return step, "give the tokenizer that the model was trained with, or --tokenize for a vocabulary without rules"
 
 
-_OTHER = "give the tokenizer that the model was trained with"
 _OTHER_TARGET = "give the target's tokenizer with the decoder of your code, and leave special tokens out of the text"
-_STRIPPED = (
-    "only the white space around differs: remove strip() from to_text, or end the tokenizer's decoder with "
-    "tokenizers.decoders.Strip"
-)
+_OUTPUTS: dict[str, Callable[[str], str]] = {
+    "only the white space around differs: remove strip() from to_text": str.strip,
+    "only spaces differ: join tokens as in training": lambda text: text.replace(" ", ""),
+    "only lower case differs: return the text of the tokens": str.lower,
+}
 _CHANGES: dict[str, Callable[[str], str]] = {
-    "in lower case": str.lower,
+    "in lower case, as with --lowercase": str.lower,
     "in Unicode's form NFC": functools.partial(unicodedata.normalize, "NFC"),
     "in Unicode's form NFKC": functools.partial(unicodedata.normalize, "NFKC"),
     "without white space around it": str.strip,

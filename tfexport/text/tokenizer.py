@@ -25,6 +25,7 @@ class Tokenizer:
         """Combine vocabularies; use `load` or `parse`."""
         self.text = text or TextConfig()
         self.eos, self.unknown = spec.tokens.eos, target.unknown  # ids of the target
+        self.source_unknown = source.unknown
         self._source, self._target, self._spec = source, target, spec
         self._max_characters = max(MIN_CHARACTER_LIMIT, CHARACTERS_PER_TOKEN * spec.max_source_length)
 

@@ -127,6 +127,8 @@ def need_transformers(path: Path) -> Any:
 
 def around(inner: Inner) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a tokenizer adds before and after a text."""
+    if inner.post_processor is None:
+        return (), ()
     encoded = inner.encode("a")
     text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
     if not text:
