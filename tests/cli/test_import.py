@@ -350,7 +350,7 @@ def test_a_vocabulary_list(own: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"a\n\nb\na\n" + b"\n".join(b"%d" % i for i in range(40)), "line 2 is empty; line 4 repeats line 1; has 44"),
+        (b"a\n\nb\na\n" + b"\n".join(b"%d" % i for i in range(40)), "line 2 is empty; 'a' and id 0 are not unique"),
         (b"a\nb\n", "has 2 tokens, tokens.unk is 3"),
         (b"", "has 0 tokens"),
     ],

@@ -139,7 +139,7 @@ def _words(
     if not ids or not 0 <= min(tokens) <= max(tokens) < limit:
         found.append(f"has {len(ids)} tokens, the model's {name} is {limit}")
     if given.unk is not None and given.unk not in tokens:
-        found.append(f"has no id {given.unk}, which is tokens.unk")
+        found.append(f"has {len(ids)} tokens, tokens.unk is {given.unk}")
     raise_all(CheckpointError, f"tokenizer {path}", found)
     named = [token for token in ids if given.unk is None and _UNKNOWN_NAME.fullmatch(token)]
     unknown = named[0] if len(named) == 1 else tokens.get(-1 if given.unk is None else given.unk)

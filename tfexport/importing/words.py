@@ -102,17 +102,21 @@ def with_splits(
             best = min(tried, key=differences.__getitem__)
             probes = [f"{sample.text}, {sample.text.upper()}'S" for sample in tried[best].text.samples]
             shown = {way: [encoded(tried[way], text) for text in probes] for way in tried if not differences[way][0]}
-            others += [str(way) for way, ids in shown.items() if ids != shown.get(best) and not tokenize]
+            others += [str(way) for way, ids in shown.items() if ids != shown[best] and not (tokenize or one.split)]
             first = [best]
             joins = [(spaced, drops) for drops in (False, True) for spaced in (best.is_spaced, not best.is_spaced)]
             built = {one.build(best._replace(is_spaced=spaced, drops_unknown=drops)): 0 for spaced, drops in joins}
             files[name] = min(built, key=lambda raw: unlike(load({**files, name: raw})))
         notes.append(f"{one.path.name}: texts are split by {best}")
-    problem = f"they also fit {', '.join(others)}; record texts that differ, or give one of them"
-    return files, notes, [f"how the recorded texts are split: {problem}"] if others else []
+    problem = f"the recorded texts also fit {', '.join(others)}; record texts that differ, or give one of them"
+    return files, notes, [f"how texts are split: {problem}"] if others else []
 
 
 def _splitter(split: str) -> pre_tokenizers.PreTokenizer:
+    if split in ("words", "chars"):  # as programs without the library read them
+        return (
+            pre_tokenizers.WhitespaceSplit() if split == "words" else pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        )
     pattern = re.sub(r"(?s)\\.", lambda found: _CLASSES.get(found[0], found[0]), _NAMED.get(split, split))
     return pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
 
