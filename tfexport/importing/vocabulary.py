@@ -48,7 +48,7 @@ def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
 
 
 def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes | Words:
-    """Read tokens with ids, or convert to tokenizer.json what has rules to split texts.
+    """Read tokens with ids, or convert a vocabulary with rules to tokenizer.json.
 
     Tokens are in JSON, a pickle, or a list: one per line, or as fairseq or OpenNMT-py write them. A list splits texts
     at white space. If its tokens are pieces of words, the codes of subword-nmt or fastBPE, or the SentencePiece model,

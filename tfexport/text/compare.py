@@ -36,7 +36,7 @@ def fit(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: Te
 
 
 def unlike(tokenizer: Tokenizer) -> tuple[int, int, int, int]:
-    """Count texts with other ids, kinds of differences in length, other ids, and other outputs."""
+    """Count differing texts, differences in length, differing ids and outputs."""
     texts, gaps, ids, outputs = 0, set[int](), 0, 0
     for sample in tokenizer.text.samples:
         wanted, found = sample.source_ids, encoded(tokenizer, sample.text)
