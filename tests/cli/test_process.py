@@ -14,7 +14,7 @@ from subprocess import PIPE
 
 import pytest
 
-from tests.command import TFEXPORT, refuses, run
+from tests.command import TFEXPORT, refuses
 from tfexport.bundle.bundle import open_bundle
 
 TINY = ("onnx", "preset:tiny", "--variants", "concat", "--max-source-length", "12", "--no-verify")
@@ -95,14 +95,6 @@ def test_a_signal_during_an_export(number: int, is_there: bool, code: int, said:
 
 
 # ---- names and places
-
-
-def test_names_of_250_bytes(dates_bundle: Path, tmp_path: Path) -> None:
-    bundle = tmp_path / ("ä b\n日本 'x'" + "b" * 230)
-    assert run(*TINY, "--output", bundle).exit_code == 0
-    open_bundle(bundle)
-    assert run("generate", dates_bundle, "3. März 2026", "--output", tmp_path / ("o" * 250)).exit_code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([bundle.name, "o" * 250])
 
 
 def without_privilege() -> None:
