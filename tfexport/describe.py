@@ -137,7 +137,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         "generation": _defaults(path / GENERATION),
         "certificate": certificate,
         **_proof(certificate).to_dict(),
-        "files": {name: _file(entry) for name, entry in files.items()},
+        "files": {name: FileEntry.of(entry).to_dict() for name, entry in files.items()},
     }
 
 
@@ -174,11 +174,7 @@ def _inspect_graph(path: Path) -> dict[str, Any]:
         raise GraphError(f"{path}: reading a graph needs the onnx package; {install_command('onnx')}")
     from tfexport.export.graph_file import describe_graph
 
-    return {"kind": "graph", "path": str(path), **_file(path), **describe_graph(path)}
-
-
-def _file(path: Path) -> dict[str, Any]:
-    return FileEntry.of(path).to_dict()
+    return {"kind": "graph", "path": str(path), **FileEntry.of(path).to_dict(), **describe_graph(path)}
 
 
 def _stored_tensors(path: Path) -> list[dict[str, Any]]:
@@ -335,7 +331,9 @@ def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:
-    return [f"  imported from {name}, sha256 {file['sha256']}" for name, file in found["checkpoint"].items()]
+    origin = (found.get("provenance") or found).get("origin")
+    lines = [f"  imported from {name}, sha256 {file['sha256']}" for name, file in found["checkpoint"].items()]
+    return [*lines, *(f"  {name} {value}" for name, value in origin.items())] if isinstance(origin, dict) else lines
 
 
 def _graph_lines(found: Mapping[str, Any]) -> list[str]:

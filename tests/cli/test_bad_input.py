@@ -147,7 +147,7 @@ def test_code_in_a_pickle_never_runs(name: str, model: Path, tmp_path: Path) -> 
     [
         ("preset:Tiny", ["preset 'Tiny' is unknown, expected one of paper-base, paper-big, modern, tiny"]),
         ("preset:", ["expected one of"]),
-        ("{tmp}/nothing", ["is not a model directory with config.json and model.safetensors, as import writes"]),
+        ("{tmp}/nothing", ["is not a model directory (config.json, model.safetensors), as import writes it"]),
         ("{tmp}/model/config.json", ["is not a model directory"]),
         ("{tmp}/empty", ["config.json is missing; model.safetensors is missing; write it with save_model"]),
         ("{tmp}/" + "x" * 300, ["File name too long"]),

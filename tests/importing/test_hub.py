@@ -21,6 +21,7 @@ import torch
 from tests.importing.huggingface import published
 from tests.importing.huggingface.test_tokenizer_directories import marian
 from tfexport._io.sealed_directory import FileEntry
+from tfexport.describe import describe, inspect_path
 from tfexport.errors import CheckpointError
 from tfexport.export._source import open_source
 from tfexport.export.config import ExportConfig
@@ -133,6 +134,7 @@ def test_a_name_is_downloaded_and_its_origin_goes_into_the_bundle(place: Path, e
         assert source.checkpoint == {
             file: FileEntry.of(place / "hub" / repository / file) for file in source.checkpoint
         }
+    assert "  repository own/tiny" in describe(inspect_path(place / "tiny"))
     # Offline, the cache is read as it was downloaded.
     (code, _), (unknown, line) = run(place, endpoint, {"own/tiny": "again", "own/none": "none"}, HF_HUB_OFFLINE="1")
     assert (place / "again/model.safetensors").read_bytes() == (place / "tiny/model.safetensors").read_bytes()

@@ -206,9 +206,7 @@ def test_a_pickle_is_never_opened(folder: Path, kind: str) -> None:
 
 
 def test_missing_and_empty_directories_are_refused(tmp_path: Path) -> None:
-    expected = (
-        f"{tmp_path / 'absent'} is not a model directory with config.json and model.safetensors, as import writes it"
-    )
+    expected = f"{tmp_path / 'absent'} is not a model directory (config.json, model.safetensors), as import writes it"
     assert error_of(lambda: load_model(tmp_path / "absent")) == expected
     expected = f"{tmp_path}: config.json is missing; model.safetensors is missing; write it with save_model"
     assert error_of(lambda: load_model(tmp_path)) == expected

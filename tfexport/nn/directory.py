@@ -147,9 +147,7 @@ def _check_files(directory: Path) -> None:
     if directory.suffix in _PICKLE_SUFFIXES and directory.is_file():
         raise CheckpointError(f"{directory} is {_PICKLE_REMEDY}")
     if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory} is not a model directory with {CONFIG} and {MODEL_WEIGHTS}, as import writes it"
-        )
+        raise CheckpointError(f"{directory} is not a model directory ({CONFIG}, {MODEL_WEIGHTS}), as import writes it")
     if (directory / MANIFEST).is_file() and not (directory / CONFIG).exists():
         raise CheckpointError(f"{directory} is a bundle; expected the model directory that it was made from")
     problems = [f"{name} {problem}" for name in (CONFIG, MODEL_WEIGHTS) if (problem := plain_problem(directory / name))]
