@@ -160,7 +160,7 @@ class DecodeConfig(Config, subject="decoding"):
         problems += [
             f"{name} {token} is in suppress_tokens; remove it there"
             for name in ("forced_bos_token_id", "forced_eos_token_id")
-            for token in self.tokens[name]
+            for token in _several(getattr(self, name))
             if token in self.suppress_tokens
         ]
         problems += [
