@@ -9,7 +9,7 @@ from torch import nn
 
 _NAMES = """
 SmallProjections FusedGates HeadLists NumberedBlocks Convolutions Mixed BareParameters Scattered Alternating HeadAxes
-EncoderAlone Ported GptLike NoEnglish Square Misleading NoModules OneForBoth OfToday
+EncoderAlone Ported GptLike NoEnglish Square Misleading NoModules OneForBoth OfToday Lightning Relative
 """.split()
 
 

@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from models.from_scratch.head_lists import HeadLists
 from models.from_scratch.numbered_blocks import NumberedBlocks
 from models.from_scratch.pieces import HEADS, SOURCE, TARGET
+from tests.conftest import Once
 from tests.importing.selfmade import SELFMADE
 from tfexport.errors import CheckpointError
+from tfexport.importing._files import without_prefix
+from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.search import Budget, Detection, detect
+from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import Canonical, apply_layout, possible_heads
 from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_layout, render_layout
 from tfexport.importing.reference.compare import compare
@@ -74,9 +78,18 @@ def check(
 
 
 @pytest.mark.parametrize("name", each(SELFMADE))
-def test_selfmade_models_are_found(name: str, reference_of: Callable[[str], ReferenceOutputs]) -> None:
-    reference, budget = reference_of(name), Budget(ENOUGH)
-    check(reference, detect(reference.state, reference, [], budget=budget))
+def test_selfmade_models_are_found(name: str, once: Once, tmp_path: Path) -> None:
+    """The certificate lists every tensor of the checkpoint, and no other."""
+    reference = once(f"reference-{name}", lambda path: made(name, path))
+    torch.manual_seed(0)
+    torch.save(state := SELFMADE[name]().state_dict(), tmp_path / "model.pt")
+    config = ImportConfig(builtin=False, search_budget=ENOUGH)
+    certificate = import_checkpoint(tmp_path / "model.pt", tmp_path / "m", config, reference=reference).certificate
+    assert certificate.proven
+    assert certificate.error is not None
+    assert certificate.error < 1e-12
+    assert certificate.tensors.keys() == without_prefix(state, []).keys()
+    assert {use.partition(":")[0] for use in certificate.tensors.values()} <= {"used", "folded", "buffer"}
 
 
 @pytest.mark.skipif(not NAMES, reason="recorded outputs of other implementations are not here")

@@ -122,6 +122,7 @@ def found(one: Made, folder: Path) -> None:
     # A table that the reference does not bring is computed in float32.
     assert imported.certificate.error < (1e-7 if one.name in ("ajhalthor", "tunz") else 1e-12)
     assert imported.layout.name == "found"
+    assert imported.certificate.tensors.keys() == one.model.state_dict().keys()
     assert worst(one, folder / "model") < 1e-5
 
 

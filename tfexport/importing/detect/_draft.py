@@ -100,18 +100,24 @@ class _Outline:
             if not lists:
                 raise
             self._take(lists, rest)
-        parts = _keys.parts_of(rest)
+        extras = {key: side for side, found in self.sides.items() for key in found.extras}
+        # T5 has one relative bias, [buckets, heads], for all layers of a side: in the first one, or outside of them.
+        skip = _keys.common(key.split(".") for key in tensors)
+        owners = extras | {key: _keys.side(".".join(key.split(".")[skip:])) for key in rest}
+        biases = [key for key, side in owners.items() if side in self.sides and self._is_bias(key, shapes[key])]
+        parts = _keys.parts_of({key: shape for key, shape in rest.items() if key not in biases})
         if len(parts) > _MAX_OUTSIDE:
             raise CheckpointError(
                 f"{len(parts)} modules are outside of the layers, expected at most {_MAX_OUTSIDE}: {_listed(parts)}; "
                 "remove tensors that are not weights of the model, or write a layout, see docs/reference/layouts.md"
             )
-        extras = {key: side for side, found in self.sides.items() for key in found.extras}
-        # T5 has one relative bias, [buckets, heads], for all layers of a side.
-        biases = [k for k in extras if len(shapes[k]) == 2 and {"rel", "relative", "bias"} & {*_keys.words(k)}]
         self.dead = [key for key in extras if key not in biases]
-        self.biases = Reading(tuple(f"{key} -> {extras[key]}.rel_bias.weight" for key in biases))
+        self.biases = Reading(tuple(f"{key} -> {owners[key]}.rel_bias.weight" for key in biases))
         self.outside = Outside(parts, tensors, self.d_model, list(self.sides), reference)
+
+    def _is_bias(self, key: str, shape: Shape) -> bool:
+        is_named = {"rel", "relative", "bias"} & {*_keys.words(key)}
+        return len(shape) == 2 and shape[1] < self.d_model and bool(is_named)
 
     def _take(self, lists: Sequence[Layers], rest: Mapping[str, Shape]) -> None:
         self.d_model = _d_model(rest, lists)
