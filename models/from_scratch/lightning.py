@@ -13,6 +13,7 @@ class Lightning(nn.Module):
         super().__init__()
         parts = {"src": nn.Embedding(SOURCE, D, 0), "tgt": nn.Embedding(TARGET, D, 0), "pos": nn.Embedding(LENGTH, D)}
         body = nn.Transformer(D, HEADS, 2, 2, 40, 0.1, "gelu", batch_first=True)
+        body.encoder.use_nested_tensor = False  # PyTorch warns about them
         self.model = nn.ModuleDict({"embeddings": nn.ModuleDict(parts), "body": body, "head": nn.Linear(D, TARGET)})
         self.loss = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
 

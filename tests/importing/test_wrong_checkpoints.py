@@ -40,6 +40,7 @@ from models.from_scratch.of_today import OfToday
 from models.from_scratch.pieces import HEADS, SOURCE, TARGET
 from tests.command import run
 from tfexport.describe import inspect_path
+from tfexport.errors import CheckpointError
 from tfexport.export._source import open_source
 from tfexport.export.config import ExportConfig
 from tfexport.importing.reference.outputs import read_reference, record_reference, write_reference
@@ -184,7 +185,6 @@ WRONG = {
     "scores scaled twice": Wrong(scaled(5**-0.5), "attention_scale=0.2"),
     "epsilon": Wrong(lambda _: with_eps(notebook(), 1e-6), "norm_eps=1e-6"),
     "positions from 1": Wrong(offset),
-    "padding is seen": Wrong(lambda _: Changed(lambda source, keep, target: (source, keep | True, target))),
     "two ids are one": Wrong(lambda _: Changed(lambda source, *more: (source.where(source != 7, 8), *more))),
     "temperature": Wrong(lambda _: Changed(lambda logits: logits / 0.7, is_output=True), "logit_scale=1 / 0.7"),
     "probabilities": Wrong(lambda _: Changed(lambda logits: logits.softmax(-1), is_output=True)),
@@ -200,6 +200,13 @@ def test_code_that_differs_from_the_layout(name: str, tmp_path: Path, monkeypatc
     if right:
         assert import_(folder, *LAYOUT, "--set", right).exit_code == 0
         assert inspect_path(folder / "model")["status"] == "proven"
+
+
+def test_padding_that_the_code_does_not_mask_is_refused_when_recorded(tmp_path: Path) -> None:
+    """Also if the code masks another id than the one recorded."""
+    for change in (lambda ids, keep, y: (ids, keep | True, y), lambda ids, keep, y: (ids, ids != 5, y)):
+        with pytest.raises(CheckpointError, match="source_mask"):
+            record(Changed(change).eval(), tmp_path / "own")
 
 
 @pytest.mark.parametrize("value", [1e-7, 1e-8, 3e-6])

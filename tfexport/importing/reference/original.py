@@ -45,6 +45,7 @@ class Original:
         again = self.run(model)
         if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
             raise CheckpointError("reference: two runs differ; disable dropout and everything else that is random")
+        self._check_padding(model, next(iter(results.values())))
         if self.target_vocab is None:
             return
         last, first = (self._changed_logits(model, position) for position in (-1, 0))
@@ -55,6 +56,19 @@ class Original:
         keep = self.inputs["target_mask"]
         if torch.equal(first[keep], results["logits"][keep]):
             self.inputs["target_ids"][:, 0] = pad
+
+    @torch.no_grad()
+    def _check_padding(self, model: nn.Module, result: Tensor) -> None:
+        source_ids, mask, *targets = (self.inputs[name][1:2] for name in self.inputs if name != "target_mask")
+        keep, length = self.inputs.get("target_mask", self.inputs["source_mask"])[1], int(mask.sum())
+        try:
+            alone = self.forward(model, source_ids[:, :length], mask[:, :length], *targets)[0]
+        except Exception:  # noqa: BLE001 - a model of one length refuses others with any error
+            return
+        if float((alone - result[1, : len(alone)])[keep[: len(alone)]].abs().max()) > _CAUSAL:
+            problem = "outputs change with the padding after a source"
+            remedy = "use source_mask in your forward, or give the id that your code masks as pad_source"
+            raise CheckpointError(problem, subject="reference", remedy=remedy)
 
     def _changed_logits(self, model: nn.Module, position: int) -> Tensor:
         ids = self.inputs["target_ids"].clone()
