@@ -94,6 +94,8 @@ def check_module(model: EagerModel, spec: ModelSpec) -> None:
         both[2][:, 0] = spec.tokens.start
     one, other = [x[:1] for x in both], [x[1:, :short] for x in both]
     expected = functions["reference"](*one)
+    if model.generate is not None:
+        model.generate(one[0][0].tolist(), 1)  # to raise its errors before the model is traced
     for method, function in functions.items():
         together, alone = function(*both), torch.cat([function(*one), function(*other)])
         problem = "two runs differ; disable dropout, and change neither weights nor state"
