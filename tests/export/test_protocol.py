@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tfexport.contract import DECODER, ModelSpec, TokenIds, Variant
-from tfexport.export.write import write_graphs
+from tfexport.contract import ModelSpec, TokenIds
+from tfexport.export import export_module
+from tfexport.export.config import ExportConfig
+from tfexport.importing.own_module import OwnModule
 from tfexport.nn.cache import Cache, Cross, KeyValue, Source
 from tfexport.nn.source import PaddedSource
-from tfexport.runtime.ort.backend import OrtSession
-from tfexport.runtime.registry import Graphs
 
 VOCAB, D, HEADS, LAYERS, LENGTH = 37, 32, 4, 2, 20
 WIDTH = D // HEADS
@@ -134,27 +133,10 @@ def made() -> ByHand:
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("protocol")
-    write_graphs(made(), SPEC, folder, variants=("concat", "static"), opset=18)
-    return folder
-
-
-def opened(path: Path, variant: Variant) -> OrtSession:
-    return OrtSession(Graphs({name: path / f"{name}.onnx" for name in ("encoder", DECODER[variant])}, SPEC), variant)
-
-
-@pytest.mark.parametrize("variant", ["concat", "static"])
-def test_steps_equal_a_run_over_all_positions(variant: Variant, exported: Path) -> None:
-    """Uneven sources with padding; a step of several tokens first, then one by one."""
-    source_ids, source_mask, target_ids = tiny.batch(vocab=VOCAB)
-    with torch.inference_mode():
-        expected = made().whole(source_ids, source_mask, target_ids).numpy()
-    batch, worst, prompt_len = opened(exported, variant).batch(), 0.0, 3
-    batch.add(source_ids.numpy(), source_mask.numpy(), target_ids[:, :prompt_len].tolist())
-    for position in range(prompt_len - 1, target_ids.shape[1]):
-        found = batch.step(target_ids[:, position].numpy(), VOCAB)
-        logits = np.take_along_axis(expected[:, position], found.token_ids, 1)
-        worst = max(worst, float(np.abs(found.logits - logits).max()))
-    assert worst < 1e-5 * np.abs(expected).max()
+def test_every_step_equals_a_run_over_all_positions(tmp_path: Path) -> None:
+    """In both variants that allow attention by hand, in logits and whole decodes."""
+    own = OwnModule(made(), SPEC, lambda model, *inputs: model.whole(*inputs))
+    bundle = export_module(own, tmp_path / "b", ExportConfig(variants=("concat", "static")))
+    parity = json.loads((bundle.path / "parity.json").read_text())
+    assert {check["stage"] for check in parity["numbers"]} >= {"eager cached", "ort concat", "ort static"}
+    assert parity["passed"]

@@ -115,9 +115,9 @@ def _functions(model: EagerModel, spec: ModelSpec) -> dict[str, Callable[..., Te
 
     def reference(*inputs: Tensor) -> Tensor:
         outputs = _call(_REFERENCE, model.reference, module, *inputs)
-        names, width = ("target_len, vocab", spec.vocab) if spec.has_decoder else ("source_len, d_model", spec.d_model)
-        problems = _shape_problems("reference returns", outputs, [*inputs[-1].shape, width], f"batch, {names}")
-        raise_all(GraphError, _SUBJECT, problems)
+        expected = [*inputs[-1].shape, spec.vocab or spec.d_model]
+        names = "batch, target_len, vocab" if spec.has_decoder else "batch, source_len, d_model"
+        raise_all(GraphError, _SUBJECT, _shape_problems("reference returns", outputs, expected, names))
         return outputs[:, place].float()
 
     def encode(ids: Tensor, mask: Tensor, *_: Tensor) -> Tensor:

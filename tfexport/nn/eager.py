@@ -45,12 +45,18 @@ class EagerModel:
 
     def double(self) -> EagerModel:
         """Return a float64 copy, including tensors that are plain attributes."""
-        wide = copy.deepcopy(self.module).double()
-        for module in wide.modules():
-            for name, value in list(vars(module).items()):
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    setattr(module, name, value.double())
+        wide = copy.deepcopy(self.module)
+        to_float64(wide)
         return replace(self, module=wide)
+
+
+def to_float64(model: nn.Module) -> None:
+    """Convert a model and the tensors that are its attributes to float64, in place."""
+    model.double()
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(module, name, value.double())
 
 
 class EncoderDecoder(Protocol):

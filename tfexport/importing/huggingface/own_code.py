@@ -22,9 +22,10 @@ from tfexport.importing.layout.layout import Layout
 from tfexport.importing.reference.certificate import Certificate, uncompared
 from tfexport.importing.reference.compare import BASELINES, Comparator, compare_lengths, tolerance
 from tfexport.importing.reference.lengths import LENGTHS, IdRange, run_row
-from tfexport.importing.reference.original import Original, to_float64
+from tfexport.importing.reference.original import Original
 from tfexport.importing.reference.outputs import ReferenceOutputs, draw_batch
 from tfexport.nn.config import TransformerConfig
+from tfexport.nn.eager import to_float64
 
 _SHORT = 24  # tokens of the longest padded row
 _LONG = (64, 256, LENGTHS[-1])  # tokens of the single rows, as far as the model accepts them

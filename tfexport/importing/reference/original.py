@@ -142,12 +142,3 @@ def hidden_tables(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
         for name, value in (*model.named_buffers(), *own)
         if isinstance(value, Tensor) and name not in state and value.is_floating_point() and value.dim() >= 2
     }
-
-
-def to_float64(model: nn.Module) -> None:
-    """Convert a model and the tensors that are its attributes to float64, in place."""
-    model.double()
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                setattr(module, name, value.double().cpu())

@@ -28,9 +28,10 @@ from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing._files import snapshot, tensor_problems
 from tfexport.importing.reference.lengths import LENGTHS, LONG, IdRange, LongRow, read_rows, record_rows, write_rows
-from tfexport.importing.reference.original import Original, copied, hidden_tables, to_float64
+from tfexport.importing.reference.original import Original, copied, hidden_tables
 from tfexport.importing.reference.texts import RecordedTexts, record_texts
 from tfexport.importing.reference.weights import randomize, tensor_sums
+from tfexport.nn.eager import to_float64
 from tfexport.text.config import TextConfig
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
