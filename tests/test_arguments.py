@@ -78,6 +78,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "align": {"texts": [TEXT], "targets": ["1989"]},
     "align_ids": {"sources": [[5, 6]], "targets": [[7]]},
     "embed": {"texts": [TEXT]},
+    "classify": {"texts": [TEXT]},
     "source_ids": {"texts": [TEXT]},
     "decoding": {},
 }

@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import tfexport
+from tests import tiny
 from tfexport import ConfigError, DecodeConfig, InputError, Model
 from tfexport.bundle.bundle import open_bundle
+from tfexport.contract import Pooling
 from tfexport.generation import GenerationDefaults
+from tfexport.runtime.eager import EagerSession
 
 TEXT = "le 14 juillet 1989"
 
@@ -157,3 +162,30 @@ def test_samples_of_some_texts_equal_those_of_the_whole_call(model: Model) -> No
     for wrong in ([1], [0, -1], [0, 1.5], "01"):
         with pytest.raises(InputError, match="expected a whole number from 0 for each of 2 texts"):
             model.generate(texts[2:], indices=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_embed_pools_each_text_as_declared(pooling: Pooling) -> None:
+    config = dataclasses.replace(tiny.ENCODER_ALONE, pooling=pooling)
+    wide, model = tiny.model(config), Model(EagerSession(tiny.model(config, dtype=torch.float32)), None)
+    rng, expected = np.random.default_rng(0), []
+    rows = [rng.integers(1, tiny.VOCAB, length).tolist() for length in (1, 24, *rng.integers(1, 24, 18))]
+    for row in rows:
+        with torch.no_grad():
+            states = wide.hidden_states(torch.tensor([row]), torch.ones(1, len(row)).bool())[0].numpy()
+        expected.append({"mean": states.mean(0), "max": states.max(0), "cls": states[0]}[pooling])
+    for size in (1, 7):
+        np.testing.assert_allclose(model.embed(rows, normalize=False, batch_size=size), expected, atol=2e-5)
+    other: Pooling = "cls" if pooling == "mean" else "mean"
+    assert not np.allclose(model.embed(rows, normalize=False, pooling=other), expected, atol=1e-2)
+    np.testing.assert_allclose(np.linalg.norm(model.embed(rows), axis=1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [[], [-1], [31], [1] * 25, [True], "w"])
+def test_every_wrong_source_is_named(wrong: Any) -> None:
+    model = Model(EagerSession(tiny.model(tiny.ENCODER_ALONE, dtype=torch.float32)), None)
+    with pytest.raises(InputError) as caught:
+        model.embed([[5], wrong])
+    assert caught.value.indices == (() if wrong == "w" else (1,))
+    with pytest.raises(ConfigError, match="pooling"):
+        dataclasses.replace(tiny.config(), pooling="max")

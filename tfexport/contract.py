@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Size, SizeOrZero, TokenId
+from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Match, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.precision import FLOAT, DType, Precision, QuantizedWeights
 
 Variant = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
 OptimizeFor = Literal["latency", "throughput"]
+Head = Literal["none", "token", "sequence"]
 Pooling = Literal["mean", "cls", "max"]
+Labels = tuple[Annotated[str, Match(r"[^\x00-\x1f\x7f]{1,200}", "1 to 200 characters of one line")], ...]
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
@@ -84,6 +86,7 @@ class ModelSpec(Config, subject="spec"):
 
     For an encoder-only model `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and `max_target_length` are 0.
     If `kv_heads` is None, it equals `heads`. `pooling` joins the vectors of the tokens of an encoder-only model.
+    `head` returns a logit for each of the `labels`, of every token or of the pooled vector.
     """
 
     d_model: Size
@@ -99,6 +102,8 @@ class ModelSpec(Config, subject="spec"):
     max_target_length: SizeOrZero = 0
     kv_heads: Heads | None = None
     pooling: Pooling = "mean"
+    head: Head = "none"
+    labels: Labels = ()
 
     def _problems(self) -> Iterator[str]:
         # Start and end belong to the target's vocabulary, the others to the source's.
@@ -206,7 +211,11 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
     inputs = (TensorSpec(SOURCE_IDS, "int64", source), TensorSpec(SOURCE_MASK, "bool", source))
     if spec.has_decoder:
         return GraphSpec(inputs, tuple(_key_values(spec, "cross", "batch", "source_len")))
-    return GraphSpec(inputs, (TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model)),))
+    outputs = [TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model))]
+    if spec.head != "none":
+        positions = source if spec.head == "token" else source[:1]
+        outputs.append(TensorSpec(LOGITS, "float32", (*positions, len(spec.labels))))
+    return GraphSpec(inputs, tuple(outputs))
 
 
 def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = False) -> GraphSpec:

@@ -207,6 +207,8 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
         *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
         *("", "Tokens", *_table(_token_rows(spec["tokens"], found["tokenizers"]))),
     ]
+    if spec["labels"]:
+        lines += ["", "Labels", *_table(enumerate(spec["labels"]))]
     lines += _generation_lines(found)
     for name, graph in found["graphs"].items():
         lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}"]

@@ -22,7 +22,9 @@ def canonical(hf_model: Any, **settings: Value) -> Transformer:
     given = tuple(f"{name}={value}" for name, value in settings.items())
     with tempfile.TemporaryDirectory() as folder:
         hf_model.save_pretrained(f"{folder}/hf")
-        imported = import_checkpoint(f"{folder}/hf", Path(folder) / "model", ImportConfig(settings=given, compare=False))
+        imported = import_checkpoint(
+            f"{folder}/hf", Path(folder) / "model", ImportConfig(settings=given, compare=False)
+        )
     tensors = {name: tensor.detach().clone() for name, tensor in hf_model.state_dict().items()}
     return apply_layout(imported.layout, tensors).model()
 

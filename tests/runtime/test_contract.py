@@ -416,8 +416,8 @@ def test_rows_with_nan_do_not_affect_others(make_session: MakeSession) -> None:
 
 
 def test_an_encoder_only_session_returns_hidden_states(make_session: MakeSession) -> None:
-    base = tiny.VARIANTS["pre-std"].to_dict()
-    config = TransformerConfig.from_dict({**base, "decoder": None, "target_vocab": None, "max_target_length": None})
+    alone = {"decoder": None, "target_vocab": None, "max_target_length": None}
+    config = dataclasses.replace(tiny.VARIANTS["pre-std"], **alone, head="sequence", labels=("a", "b", "c"))
     model = tiny.model(config, dtype=torch.float32)
     session = make_session(model)
     ids, mask = sources(config)
@@ -428,8 +428,11 @@ def test_an_encoder_only_session_returns_hidden_states(make_session: MakeSession
     wide = tiny.model(config, dtype=torch.float64)
     for row, (row_ids, row_mask) in enumerate(zip(ids, mask, strict=True)):
         with torch.no_grad():
-            expected = wide.hidden_states(torch.tensor(row_ids[row_mask])[None], torch.tensor(row_mask[row_mask])[None])
+            kept = torch.tensor(row_mask[row_mask])[None]
+            expected = wide.hidden_states(torch.tensor(row_ids[row_mask])[None], kept)
+            logits = wide.classify(expected, kept)
         np.testing.assert_allclose(hidden[row, row_mask], expected[0], atol=ATOL)
+        np.testing.assert_allclose(session.logits(ids, mask)[row], logits[0], atol=ATOL)
     with pytest.raises(BackendError, match="encoder-only"):
         session.batch()
     with pytest.raises(InputError):

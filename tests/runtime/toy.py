@@ -36,8 +36,8 @@ class ToySession(CheckedSession):
     def _batch(self, width: int) -> ToyBatch:
         return ToyBatch(self, width)
 
-    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        hidden: Floats = self.run("encoder", {"source_ids": source_ids, "source_mask": source_mask})[0]
+    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
+        hidden: Floats = self.run("encoder", {"source_ids": source_ids, "source_mask": source_mask})[output == "logits"]
         return hidden
 
     def run(self, name: str, feed: dict[str, np.ndarray]) -> list[np.ndarray]:

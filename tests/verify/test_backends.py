@@ -16,14 +16,12 @@ from click.testing import CliRunner
 
 from tests import tiny
 from tests.tensorrt.session.trt_double import trt_session
-from tests.tiny import VARIANTS
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.cli import main
 from tfexport.errors import BackendError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.export.quantize.qdq import quantize_graphs
-from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import FORMATS
@@ -94,14 +92,13 @@ def test_beams_are_not_compared_if_an_engine_takes_too_few_rows(bundle: Path, mo
 
 
 def test_an_encoder_only_engine_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = VARIANTS["post"].to_dict()
-    config = TransformerConfig.from_dict({**base, "decoder": None, "target_vocab": None, "max_target_length": None})
+    config = dataclasses.replace(tiny.ENCODER_ALONE, head="token", labels=("a", "b"))
     save_model(tiny.model(config, dtype=torch.float32), tmp_path / "m")
     export_bundle(str(tmp_path / "m"), tmp_path / "b", ExportConfig(), verify=False)
     monkeypatch.setattr(backend, "open_bundle", engines())
     report = verify_bundle(tmp_path / "b", config=FEW, backend="trt")
     assert report.passed
-    assert [number.stage for number in report.numbers] == ["trt fp32"]
+    assert [(one.stage, one.quantity) for one in report.numbers] == [("trt fp32", "logits"), ("trt fp32", "head")]
 
 
 def test_narrow_weights_are_judged_by_their_own_tolerance(

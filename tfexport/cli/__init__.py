@@ -7,7 +7,7 @@ import click
 from tfexport.cli.commands import Commands
 from tfexport.cli.generate import generate
 from tfexport.cli.make import import_, onnx, triton, trt
-from tfexport.cli.score import align, embed, score
+from tfexport.cli.score import align, classify, embed, score
 from tfexport.cli.serve import serve
 from tfexport.cli.tools import bench, bench_compare, doctor, inspect, verify
 
@@ -35,6 +35,7 @@ for command in (
     score,
     align,
     embed,
+    classify,
     verify,
     serve,
     triton,

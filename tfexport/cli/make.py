@@ -12,6 +12,7 @@ from tfexport.bundle.manifest import ENGINES, Identity
 from tfexport.cli.commands import reports_whether_written
 from tfexport.cli.options import (
     PATH,
+    CommaList,
     config_of,
     config_options,
     json_option,
@@ -34,7 +35,11 @@ from tfexport.tensorrt.config import EngineConfig, Target
 @click.option(
     "--reference", type=PATH, help="Reference outputs of the original model, from `tfexport.record_reference`."
 )
-@config_options(ImportConfig, settings={"name": "--set", "metavar": "KEY=VALUE"})
+@config_options(
+    ImportConfig,
+    settings={"name": "--set", "metavar": "KEY=VALUE"},
+    labels={"type": CommaList(click.STRING), "multiple": False},
+)
 @click.option(
     "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, list of tokens, or Hugging Face directory."
 )

@@ -1,4 +1,4 @@
-"""Define the commands `score`, `align` and `embed`."""
+"""Define the commands `score`, `align`, `embed` and `classify`."""
 
 from __future__ import annotations
 
@@ -87,3 +87,22 @@ def embed(run: TextRun, pooling: Pooling | None, normalize: bool) -> None:
         vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=call["batch_size"])
         for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
             write(json_text({"index": index, "input": text, "embedding": vector.tolist()}))
+
+
+@click.command()
+@text_options()
+@json_option
+def classify(run: TextRun, as_json: bool) -> None:
+    """Print the label of each TEXT, or of each of its tokens.
+
+    BUNDLE is encoder-only and has a head. --json prints the logits too.
+    """
+    inputs = inputs_of(run.texts, run.source)
+    with _opened(run, len(inputs), "classifying") as (model, write, call):
+        found = model.classify(inputs, batch_size=call["batch_size"])
+        for index, (text, one) in enumerate(zip(inputs, found, strict=True)):
+            if as_json:
+                values = {"label": one.label, "logits": one.logits.tolist(), "token_ids": one.token_ids}
+                write(json_text({"index": index, "input": text, **values}))
+            else:
+                write(one.label if isinstance(one.label, str) else " ".join(one.label))

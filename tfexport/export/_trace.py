@@ -65,7 +65,9 @@ def trace_encoder(
     def encode(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         source_ids, source_mask = inputs[contract.SOURCE_IDS], inputs[contract.SOURCE_MASK]
         if not spec.has_decoder:
-            return [model.hidden_states(source_ids, source_mask).float()]
+            states = model.hidden_states(source_ids, source_mask)
+            logits = [] if spec.head == "none" else [model.classify(states, source_mask).float()]
+            return [states.float(), *logits]
         return _flat(model.encode(source_ids, source(source_mask)))
 
     method = "encode" if spec.has_decoder else "hidden_states"

@@ -88,7 +88,8 @@ class Account:
             f"{_counted(left)} with {share:.2%} of all weights would be left out, and nothing explains why: "
             f"{_listed(left)}",
             subject="import",
-            remedy="write a layout that maps them, or leave them out with --ignore PATTERN if the model runs without",
+            remedy="write a layout that maps them, record the logits of a head with num_labels, or leave them out with "
+            "--ignore PATTERN if the model runs without",
         )
 
     def apply(self, lines: Sequence[LineUse], tensors: Collection[str]) -> None:

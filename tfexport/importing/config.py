@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from tfexport.config import Config, Help, Size, TokenId
+from tfexport.contract import Labels
 
 
 class ImportConfig(Config, subject="import"):
@@ -13,6 +14,7 @@ class ImportConfig(Config, subject="import"):
     heads: Annotated[int | None, Help("Attention heads, which shapes do not show.")] = None
     settings: Annotated[tuple[str, ...], Help("Switch or token id of the layout to set, such as norm_eps=1e-6.")] = ()
     ignore: Annotated[tuple[str, ...], Help("Pattern of tensors that the model does not need, such as 'head.*'.")] = ()
+    labels: Annotated[Labels, Help("Names of the outputs of the head, in order, such as negative,positive.")] = ()
     source_prefix: Annotated[tuple[TokenId, ...], Help("Ids to add before the tokenized source.")] = ()
     source_suffix: Annotated[tuple[TokenId, ...], Help("Ids to add after it, such as the end token.")] = ()
     target_prefix: Annotated[tuple[TokenId, ...], Help("Ids after the start token that begin every target.")] = ()

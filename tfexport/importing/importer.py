@@ -22,7 +22,7 @@ from tfexport.importing._options import Options, check_settings, named_layout, r
 from tfexport.importing.accounting import Account, check_same, only_buffers
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.detect._draft import drafts
-from tfexport.importing.detect.scope import check_config, check_names, head_note
+from tfexport.importing.detect.scope import check_config, check_names
 from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, detect, not_found
 from tfexport.importing.hub import locate
 from tfexport.importing.huggingface import (
@@ -143,6 +143,7 @@ def import_checkpoint(
         canonical = task.apply(layout)
         own_notes, has_own_weights = task.compare_own_weights(layout, canonical)
         certificate = certificate or task.compare_with_transformers(layout, canonical)
+    canonical = replace(canonical, config=task.labeled(canonical.config))
     text = task.text(tokenizer, target_tokenizer, model_spec(canonical.config, "fp32"), has_own_weights=has_own_weights)
     defaults, generation_notes = task.generation(canonical.config, text.generation)
     certificate = replace(
@@ -305,11 +306,12 @@ class _Import:
 
     def settled(self, layout: Layout, settings: Mapping[str, Value]) -> tuple[Layout, tuple[str, ...]]:
         """Set switches, heads and tokens; also return what remains unverified."""
-        layout, reference = override(layout, settings), self.proof and self.proof.reference
+        layout, reference = override(layout, settings), self.proof.reference if self.proof else None
         # The head count of the reference file applies only if no setting gives one.
         if reference and reference.heads and all(layout.switch("num_heads", side) is None for side in SIDES):
             layout = override(layout, {"num_heads": reference.heads})
-        missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
+        is_encoder = reference is not None and reference.target_ids is None
+        missing = [name for name in ("pad", "start", "eos")[: 1 if is_encoder else 3] if name not in layout.tokens]
         if not missing:
             return layout, ()
         pad = layout.tokens.get("pad", (reference.pad_source if reference else None) or 0)
@@ -329,8 +331,6 @@ class _Import:
         if not builtin:
             shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
             check_names(shapes)
-            if note := head_note(shapes):
-                self.report(note)
         if self.settings:
             attributes = reference.attributes if reference else {}
             layouts = itertools.chain(builtin, drafts(tensors, reference))
@@ -371,6 +371,15 @@ class _Import:
         note = check_weights(recorded, self.tensors, used, proof.path.name, next(iter(self.checkpoint.files)))
         self.notes += [note] if note else []
         return canonical
+
+    def labeled(self, config: TransformerConfig) -> TransformerConfig:
+        """Return the configuration with labels of the options or of config.json."""
+        labels, count, named = self.config.labels, len(config.labels), (self.hf_config or {}).get("id2label")
+        if not labels and isinstance(named, dict) and named.keys() == {str(number) for number in range(count)}:
+            labels = tuple(str(named[str(number)]) for number in range(count))
+        if labels and len(labels) != count:
+            raise ConfigError(f"labels: got {len(labels)}, but the head of the model has {count}; give one each")
+        return replace(config, labels=labels or config.labels)
 
     def compare_own_weights(self, layout: Layout, canonical: Canonical) -> tuple[list[str], bool]:
         """Compare with the outputs of the model's own weights.

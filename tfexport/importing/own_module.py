@@ -71,6 +71,8 @@ class OwnModule:
             for name in needed
             if not callable(getattr(self.module, name, None))
         ]
+        if self.spec.head != "none":
+            problems.append(f"spec.head is {self.spec.head}, but a module of your own exports states; expected none")
         if self.spec.precision != "fp32":
             problems.append(f"spec.precision is {self.spec.precision}, expected fp32; --precision is for the graphs")
         others = [name for name, x in self.module.named_parameters() if x.dtype != torch.float32]

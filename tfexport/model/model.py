@@ -22,9 +22,17 @@ from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
-from tfexport.model.result import NO_COPIES_IN_STREAMS, Result, Results, check_copies, result_of, with_copies
+from tfexport.model.result import (
+    NO_COPIES_IN_STREAMS,
+    Classification,
+    Result,
+    Results,
+    check_copies,
+    result_of,
+    with_copies,
+)
 from tfexport.runtime.cpu import Threads
-from tfexport.runtime.session import Floats, Mask, Session, pad_right
+from tfexport.runtime.session import Floats, Ids, Mask, Session, pad_right
 from tfexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -339,26 +347,41 @@ class Model:
         raise_all(ConfigError, "embed", word_problems(pooling=(pooling, (None, *get_args(Pooling)))))
         check_call("embed", batch_size=batch_size, cancel=cancel, normalize=normalize)
         sources = self.source_ids(texts)
-        batch_size = min(batch_size, self.session.limits.rows.most or batch_size)
         vectors = np.empty((len(sources), self.spec.d_model), np.float32)
-        order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
-        for first in range(0, len(order), batch_size):
-            check_cancelled(cancel)
-            rows = order[first : first + batch_size]
-            ids, mask = pad_right([sources[row] for row in rows], self.spec.tokens.pad)
+        for rows, ids, mask in self._batches(sources, batch_size, cancel):
             vectors[rows] = _pooled(self.session.hidden_states(ids, mask), mask, pooling or self.spec.pooling)
         if normalize:
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
         return vectors
 
+    def classify(
+        self,
+        texts: Iterable[str] | Iterable[Iterable[int]],
+        *,
+        batch_size: int = 32,
+        cancel: threading.Event | None = None,
+    ) -> list[Classification]:
+        """Label each text, or token ids, with the head of an encoder-only bundle."""
+        check_call("classify", batch_size=batch_size, cancel=cancel)
+        if self.spec.head == "none":
+            raise InputError("classify: this bundle has no head; import a checkpoint with one and its logits")
+        sources, labels, found = self.source_ids(texts), self.spec.labels, dict[int, Classification]()
+        for rows, ids, mask in self._batches(sources, batch_size, cancel):
+            for row, logits in zip(rows, self.session.logits(ids, mask), strict=True):
+                own = logits if logits.ndim == 1 else logits[: len(sources[row])]
+                best = own.argmax(-1)
+                label = labels[best] if best.ndim == 0 else tuple(labels[number] for number in best)
+                found[row] = Classification(label, own, tuple(sources[row]))
+        return [found[row] for row in range(len(sources))]
+
     def source_ids(self, texts: Iterable[str] | Iterable[Iterable[int]]) -> list[list[int]]:
-        """Return the ids that `embed` reads; raise InputError with every invalid text."""
+        """Return the ids of sources; raise InputError with every invalid text."""
         if self.spec.has_decoder:
-            raise InputError("embed: this bundle is not encoder-only and returns no vectors; use generate")
+            raise InputError("encode: this bundle is not encoder-only and returns no vectors; use generate")
         values = _texts("texts", texts)
         if any(isinstance(value, str) for value in values):
             return self._need_tokenizer().encode(values)
-        return check_sources(self.session, "embed", values)
+        return check_sources(self.session, "encode", values)
 
     def close(self) -> None:
         """Free the backend's memory and return it to the operating system.
@@ -388,6 +411,17 @@ class Model:
         first = self.defaults.forced_bos_token_id
         prefix = tokenizer.begin_target() or ([] if first is None else [first])
         return source_ids, target_ids, [prefix] * len(source_ids)
+
+    def _batches(
+        self, sources: Sequence[Sequence[int]], size: int, cancel: threading.Event | None
+    ) -> Iterator[tuple[list[int], Ids, Mask]]:
+        """Yield sources of similar length together, with their places."""
+        size = min(size, self.session.limits.rows.most or size)
+        order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+        for first in range(0, len(order), size):
+            check_cancelled(cancel)
+            rows = order[first : first + size]
+            yield rows, *pad_right([sources[row] for row in rows], self.spec.tokens.pad)
 
     def _unset_options(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
         return set() if config else self.defaults.given().keys() - options.keys()

@@ -12,7 +12,7 @@ from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stops import stop_end
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Session
+from tfexport.runtime.session import Floats, Session
 from tfexport.text.tokenizer import Tokenizer
 
 NO_COPIES_IN_STREAMS = (
@@ -42,6 +42,15 @@ class Result:
 
     def _repr_html_(self) -> str:
         return Results([self])._repr_html_()
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Label of a text, or of each of its tokens, with the logits."""
+
+    label: str | tuple[str, ...]
+    logits: Floats = field(repr=False)  # float32 [labels] or [tokens, labels]
+    token_ids: tuple[int, ...] = field(repr=False)
 
 
 class Results(list[Result]):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tfexport.config import MAX_SIZE, Config, Ge, Heads, Help, Layers, Lt, Size
-from tfexport.contract import ModelSpec, Pooling, TokenIds
+from tfexport.contract import Head, Labels, ModelSpec, Pooling, TokenIds
 from tfexport.errors import ConfigError, shortened
 from tfexport.nn.switches import (
     SWITCHES,
@@ -98,6 +98,10 @@ class TransformerConfig(Config, subject="model"):
     pooling: Annotated[
         Pooling, Help("vector of a text in an encoder-only model: mean or maximum over its tokens, or its first token")
     ] = "mean"
+    head: Annotated[Head, Help("a linear map of an encoder-only model, of every token or of the pooled vector")] = (
+        "none"
+    )
+    labels: Annotated[Labels, Help("names of the outputs of the head")] = ()
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
 
     @classmethod
@@ -138,8 +142,11 @@ class TransformerConfig(Config, subject="model"):
                 yield f"missing key {name}, needed with a decoder"
             elif not has_decoder and getattr(self, name) is not None:
                 yield f"{name} is given but decoder is null; leave it out"
-        if has_decoder and self.pooling != "mean":
-            yield f"pooling is {self.pooling}, which needs an encoder-only model; leave it out"
+        for name, usual in (("pooling", "mean"), ("head", "none")):
+            if has_decoder and getattr(self, name) != usual:
+                yield f"{name} is {getattr(self, name)}, which needs an encoder-only model; leave it out"
+        if (self.head == "none") == bool(self.labels) or len(set(self.labels)) < len(self.labels):
+            yield f"head is {self.head} with {len(self.labels)} labels, expected none, or token or sequence with labels"
         if not has_decoder and (self.tie_embeddings or self.tie_output):
             yield "tie_embeddings and tie_output need a decoder; set both to false"
         elif self.tie_embeddings and self.target_vocab not in (None, self.source_vocab):
@@ -166,8 +173,8 @@ class TransformerConfig(Config, subject="model"):
     def uses(self, name: str) -> bool:
         """Return whether a switch has an effect in this model."""
         switch = SWITCHES[name]
-        if name == "pooling":  # after the states
-            return False
+        if name in ("head", "pooling"):
+            return name == "pooling" and self.head == "sequence"
         if self.decoder is None and switch.acts in ("cross-attention", "output"):
             return False
         return switch.where is None or getattr(self, switch.where[0]) in switch.where[1]
@@ -201,6 +208,8 @@ def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:
         tokens=config.tokens,
         precision=precision,
         pooling=config.pooling,
+        head=config.head,
+        labels=config.labels,
     )
     if config.decoder is None:
         return spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tfexport.contract import Pooling
+from tfexport.contract import Head, Pooling
 
 Value = bool | int | float | str | None
 Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "attention", "cross-attention", "output"]
@@ -83,5 +83,6 @@ SWITCHES: dict[str, Switch] = {
     "attention_softcap": Switch(values=float, acts="attention", default=0.0, search=(0.0, 50.0), rare=True),
     "logit_scale": Switch(values=float, acts="output", default=1.0, search=(1.0, "d_model ** -0.5")),
     "logit_softcap": Switch(values=float, acts="output", default=0.0, search=(0.0, 30.0), rare=True),
-    "pooling": Switch(values=get_args(Pooling), acts="output", default="mean"),
+    "head": Switch(values=get_args(Head), acts="output", default="none"),
+    "pooling": Switch(values=get_args(Pooling), acts="output", default="mean", search=get_args(Pooling)),
 }

@@ -2,7 +2,7 @@
 
 State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`, `.emb_norm`, `.rel_bias.weight`, `.norm`,
 `.layers.{i}.{self,cross}.{q,k,v,o,q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`, `.layers.{i}.rel_bias.weight`,
-`.layers.{i}.ffn.{fc1,fc2,gate}`; `out`. Internally, all tokens share one axis, [rows · len, d_model].
+`.layers.{i}.ffn.{fc1,fc2,gate}`; `out`, `head`. Internally, all tokens share one axis, [rows · len, d_model].
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tfexport.contract import Pooling
 from tfexport.errors import ConfigError, raise_all
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
@@ -122,7 +123,7 @@ class Stack(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder, a decoder and an output projection; or only an encoder."""
+    """An encoder, a decoder and an output projection, or an encoder and a head."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -134,6 +135,7 @@ class Transformer(nn.Module):
         if config.target_vocab is not None and config.max_target_length is not None:
             self.dec = Stack(config, "decoder", config.target_vocab, config.max_target_length)
             self.out = nn.Linear(config.d_model, config.target_vocab, bias=config.output_bias)
+        self.head = nn.Linear(config.d_model, len(config.labels)) if config.labels else None
         self._initialize()
         self._tie()
 
@@ -167,6 +169,14 @@ class Transformer(nn.Module):
         """Encode sources to states [batch, source_len, d_model], undefined at padding."""
         hidden = self._encode(source_ids, Source(source_mask))
         return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
+
+    def classify(self, states: Tensor, source_mask: Tensor) -> Tensor:
+        """Return the head's logits, [batch, source_len, labels] or [batch, labels]."""
+        assert self.head is not None
+        if self.config.head == "sequence":
+            states = _pooled(states, source_mask[:, :, None], self.config.pooling)
+        logits = self.head(states)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # type: ignore[no-any-return]
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
         """Encode sources to the cross-attention keys and values of each decoder layer."""
@@ -289,6 +299,15 @@ def _attention(config: TransformerConfig, side: Side) -> MultiHeadAttention:
         qk_norm=config.qk_norm,
         norms=None if config.qk_norm == "none" else (LayerNorm(config, widths[0]), LayerNorm(config, widths[1])),
     )
+
+
+def _pooled(states: Tensor, keep: Tensor, pooling: Pooling) -> Tensor:
+    if pooling == "cls":
+        return states[:, 0]
+    if pooling == "max":
+        return states.masked_fill(~keep, float("-inf")).amax(1)
+    wide = states.to(torch.promote_types(states.dtype, torch.float32)).masked_fill(~keep, 0)
+    return (wide.sum(1) / keep.sum(1)).to(states.dtype)
 
 
 def _relative_bias(config: TransformerConfig, side: Side) -> RelativeBias:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tfexport.contract import ModelSpec
+from tfexport.contract import HIDDEN_STATES, LOGITS, ModelSpec
 from tfexport.errors import BackendError, InputError
 from tfexport.precision import Accuracy
 from tfexport.runtime.session import LONGER, NO_ALIGNMENT, Batch, Candidates, Floats, Ids, Limits, Mask, Prompts
@@ -40,8 +40,18 @@ class CheckedSession(ABC):
         self._check_open()
         if self.spec.has_decoder:
             raise BackendError(f"{self.backend}: this model has a decoder and returns no hidden states; use generate")
+        return self._checked(source_ids, source_mask, HIDDEN_STATES)
+
+    def logits(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Return the head's logits, [batch, source_len, labels] or [batch, labels]."""
+        self._check_open()
+        if self.spec.head == "none":
+            raise BackendError(f"{self.backend}: this model has no head; use its hidden states")
+        return self._checked(source_ids, source_mask, LOGITS)
+
+    def _checked(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
         _check_source(self.spec, source_ids, source_mask)
-        return self._hidden_states(source_ids, source_mask)
+        return self._encode(source_ids, source_mask, output)
 
     @abstractmethod
     def close(self) -> None:
@@ -55,7 +65,7 @@ class CheckedSession(ABC):
     def _batch(self, width: int) -> Batch: ...
 
     @abstractmethod
-    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats: ...
+    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats: ...
 
     def _check_open(self) -> None:
         if not self._is_open:

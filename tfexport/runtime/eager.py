@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import WEIGHTS, AlignmentHeads, ModelSpec
+from tfexport.contract import HIDDEN_STATES, WEIGHTS, AlignmentHeads, ModelSpec
 from tfexport.errors import BackendError, BundleError
 from tfexport.nn.cache import KeyValue, RowCache
 from tfexport.nn.config import model_spec
@@ -52,10 +52,12 @@ class EagerSession(CheckedAligner):
         return EagerBatch(self, width)
 
     @torch.inference_mode()
-    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
         model = self.open_model()
-        hidden: Floats = model.hidden_states(*_inputs(model, source_ids, source_mask)).float().cpu().numpy()
-        return hidden
+        ids, mask = _inputs(model, source_ids, source_mask)
+        states = model.hidden_states(ids, mask)
+        found: Floats = (states if output == HIDDEN_STATES else model.classify(states, mask)).float().cpu().numpy()
+        return found
 
     @torch.inference_mode()
     def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:

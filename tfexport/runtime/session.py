@@ -219,6 +219,10 @@ class Session(Protocol):
         """Return the output of an encoder-only model, [batch, source_len, d_model]."""
         ...
 
+    def logits(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Return the logits of the head, [batch, source_len, labels] or [batch, labels]."""
+        ...
+
     def close(self) -> None:
         """Free the session's memory; it cannot be used afterwards."""
         ...

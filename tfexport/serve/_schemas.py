@@ -395,6 +395,14 @@ class Generated(Named):
     finish_reason: str | list[str]
 
 
+class Classified(Named):
+    """Label and logits of a source; lists of them for a head on tokens."""
+
+    label: str | list[str]
+    logits: list[float] | list[list[float]]
+    token_ids: list[int]
+
+
 class OutputTensor(BaseModel):
     """An output tensor."""
 

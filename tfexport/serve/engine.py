@@ -20,7 +20,7 @@ from tfexport.errors import DeadlineExceeded, Draining, EngineFailed, InputError
 from tfexport.generation import DecodeConfig
 from tfexport.model.load import load
 from tfexport.model.model import Model
-from tfexport.model.result import NO_COPIES_IN_STREAMS, Result, check_copies, result_of, with_copies
+from tfexport.model.result import NO_COPIES_IN_STREAMS, Classification, Result, check_copies, result_of, with_copies
 from tfexport.runtime.session import Floats
 from tfexport.serve._generation import AnyGeneration, Generation, num_rows
 from tfexport.serve._served import MAX_WAITING, Served, outcome_of, prepare
@@ -256,12 +256,21 @@ class Engine:
 
         An encoder-only bundle encodes one call at a time.
         """
+        return await self._encode(Model.embed, texts, timeout_s)
+
+    async def classify(
+        self, texts: Sequence[str] | Sequence[Sequence[int]], *, timeout_s: float | None = None
+    ) -> list[Classification]:
+        """Label texts or token ids as `Model.classify`."""
+        return (await self._encode(Model.classify, texts, timeout_s))[0]
+
+    async def _encode(self, method: Callable[..., T], texts: Sequence[Any], timeout_s: float | None) -> tuple[T, int]:
         start, cancel = time.monotonic(), threading.Event()
 
-        def compute(model: Model) -> tuple[Floats, int]:
+        def compute(model: Model) -> tuple[T, int]:
             sources = model.source_ids(texts)
             self._observer.joined(time.monotonic() - start, num_tokens := sum(map(len, sources)))
-            return model.embed(sources, cancel=cancel), num_tokens
+            return method(model, sources, cancel=cancel), num_tokens
 
         try:
             found = await self._call(compute, timeout_s, self.config.max_waiting, ("requests", "the answer"))

@@ -253,6 +253,7 @@ def _model_line(name: str, engine: Engine) -> str:
     slots = f", {engine.slots} slots"
     if not spec.has_decoder:
         kind, limits, slots = "encoder of width", "tokens", ""
+        used += f", labels {', '.join(spec.labels)}"[:100] * bool(spec.labels)
     runs = f"{session.accuracy} on {session.backend}{used}{slots}"
     return f"{name}: {kind} {spec.d_model}, {runs}; up to {spec.max_source_length} source {limits}"
 

@@ -27,7 +27,7 @@ from tfexport.precision import FORMATS
 from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions
-from tfexport.runtime.session import Aligns, Floats, Session, Verifies
+from tfexport.runtime.session import Aligns, Floats, Mask, Session, Verifies
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify._decodes import Stage, compare_all_decodes, compare_long_decodes, compare_own_loop, recorded_texts
 from tfexport.verify._numbers import (
@@ -149,7 +149,7 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
     decodes: list[Decodes] = []
     compared: list[Stage]
     if not spec.has_decoder:
-        numbers.append(_hidden_states(stages.model, sessions[0], [*batches, *long], report))
+        numbers += _encoder_numbers(stages.model, sessions[0], [*batches, *long], report)
         compared = [Stage("eager", eager, 0.0)]
     else:
         checks = _Numbers(stages.model, eager, [*batches, *long], report)
@@ -183,14 +183,21 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
     )
 
 
-def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], report: Reporter) -> Numbers:
-    stage, session = named
+def _encoder_numbers(model: EagerModel, named: Named, batches: Sequence[Batch], report: Reporter) -> Iterator[Numbers]:
+    (stage, session), sources = named, [(batch.source_ids, batch.source_mask) for batch in batches]
     report(f"comparing hidden states: {stage}")
-    expected, got = [], []
-    for ids, mask in ((batch.source_ids, batch.source_mask) for batch in batches):
-        expected.append(full_outputs(model, ids, mask) * mask[:, :, None])
-        got.append(session.hidden_states(ids, mask) * mask[:, :, None])
-    return compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
+    expected = [full_outputs(model, ids, mask) * mask[:, :, None] for ids, mask in sources]
+    got = [session.hidden_states(ids, mask) * mask[:, :, None] for ids, mask in sources]
+    yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
+    if session.spec.head != "none":
+        report(f"comparing the head: {stage}")
+        eager = EagerSession(model.module, replace(session.spec, precision="fp32"))
+        expected, got = ([_kept(each.logits(ids, mask), mask) for ids, mask in sources] for each in (eager, session))
+        yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance, "head")
+
+
+def _kept(logits: Floats, mask: Mask) -> Floats:
+    return logits[:, None] if logits.ndim == 2 else logits * mask[:, :, None]
 
 
 class _Numbers:

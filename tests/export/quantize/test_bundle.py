@@ -141,7 +141,8 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str, tmp_p
 
 # Wide enough to have matrices of 4,096 weights; inputs of 100 fill no block.
 STACK = StackConfig(layers=1, num_heads=4, d_ff=100, norm_place="pre", final_norm=True)
-ALONE = replace(tiny.ENCODER_ALONE, d_model=64, source_vocab=100, encoder=STACK)
+HEAD = {"head": "sequence", "labels": tuple(map(str, range(80)))}
+ALONE = replace(tiny.ENCODER_ALONE, d_model=64, source_vocab=100, encoder=STACK, **HEAD)
 UNEVEN = replace(STACK, d_k=12, d_v=20)
 T5 = replace(tiny.VARIANTS["t5"], d_model=64, source_vocab=100, target_vocab=100, encoder=UNEVEN, decoder=UNEVEN)
 

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models.from_scratch import notebook_004, of_today
-from models.from_scratch.encoder_alone import EncoderAlone
 from models.from_scratch.notebook_004 import Notebook004, positions
 from models.from_scratch.of_today import OfToday
-from models.from_scratch.pieces import HEADS, LENGTH, SOURCE, TARGET
+from models.from_scratch.pieces import HEADS, SOURCE, TARGET
 from tfexport.errors import CheckpointError, ConfigError, ParityError
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.importer import Imported, import_checkpoint
@@ -130,14 +129,6 @@ def test_a_file_without_long_rows_claims_no_more_than_it_has(tmp_path: Path) -> 
     assert certificate.proven
     assert (certificate.source_tokens, certificate.target_tokens) == (9, 7)
     assert "source length: compared up to 9 tokens, the model accepts 24" in certificate.unverified
-
-
-def test_an_encoder_alone_reaches_its_limit(tmp_path: Path) -> None:
-    options = {"source_vocab": SOURCE, "target_vocab": None, "heads": HEADS, "start": None, "end": None}
-    reference = record(EncoderAlone(), tmp_path, **options)
-    assert reference.long[-1].lengths == (LENGTH, 0)
-    imported = import_(tmp_path, layout="auto")
-    assert (imported.certificate.proven, imported.certificate.source_tokens) == (True, LENGTH)
 
 
 def test_sides_that_are_too_long_together_are_compared_alone(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models.from_scratch import parts
-from models.from_scratch.encoder_alone import EncoderAlone
 from models.from_scratch.mixed import Mixed
 from models.from_scratch.numbered_blocks import NumberedBlocks
 from models.from_scratch.pieces import HEADS, SOURCE, TARGET, D
@@ -121,13 +120,6 @@ def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
     model.load_state_dict(reference.state)
 
 
-def test_an_encoder_alone(tmp_path: Path) -> None:
-    recorded(EncoderAlone(), tmp_path / "g", target_vocab=None)
-    reference = read_reference(tmp_path / "g")
-    assert reference.logits is None
-    assert reference.hidden_states is not None
-
-
 def test_arithmetic_in_float32_is_measured(tmp_path: Path) -> None:
     class Rounds(Torch):
         def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
@@ -228,7 +220,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "nan": (lambda t: t["logits"].fill_(math.nan), "NaN or infinity"),
     "float32": (lambda t: t.update(logits=t["logits"].float()), "torch.float64"),
     "other rows": (lambda t: t.update(logits=t["logits"][:2]), r"\[2, 7, 31\]"),
-    "no logits": (lambda t: t.pop("logits"), "one of target_ids and logits is missing"),
+    "no logits": (lambda t: t.pop("logits"), "logits are missing"),
     "no source": (lambda t: t.pop("source_ids"), "missing tensor source_ids"),
     "unknown": (lambda t: t.update(labels=torch.zeros(3)), "unknown tensor 'labels'"),
     "int mask": (lambda t: t.update(target_mask=t["target_mask"].long()), "bool"),

@@ -36,7 +36,7 @@ _ROTARY = Reading(arch={"positions": "rotary"})
 # Among more modules, embeddings, tables, norms and outputs cannot be identified.
 _MAX_OUTSIDE = 200
 # Canonical names in the order of a layout file.
-_ORDER = "weight bias enc dec out embed pos rel_bias emb_norm layers norm self cross ffn norm1 norm2 norm3".split()
+_ORDER = "weight bias enc dec out head embed pos rel_bias emb_norm layers norm self cross ffn norm1 norm2 norm3".split()
 _ORDER += "q k v o fc1 gate fc2".split()
 # A draft is one choice for each group of modules.
 _Draft = tuple[Choice, ...]
@@ -180,6 +180,8 @@ class _Outline:
             "positions": "none" if has_bias and not outside.has_table else "table",
             "qk_norm": "none",
         }
+        if self.reference and self.reference.head != "none":
+            arch["head"] = self.reference.head
         if not outside.has_table:
             arch["max_length"] = _DERIVED_LENGTH
         usual = Reading(tuple(outside.derive), style.cost, (*self.ignored, *self.dead), arch)

@@ -35,7 +35,8 @@ class Outside:
         reference: ReferenceOutputs | None,
     ) -> None:
         self.tensors, self.d_model, self.sides = tensors, d_model, sides
-        self.vocab = reference.logits.shape[2] if reference is not None and reference.logits is not None else None
+        self.vocab = reference.logits.shape[-1] if reference is not None and reference.logits is not None else None
+        self.output = "out" if "dec" in sides else "head" if self.vocab else ""
         self.largest_id = int(reference.source_ids.max()) if reference is not None else 0
         self.skip = _keys.common(key.split(".") for key in tensors)
         self.choices: list[Choice] = []
@@ -43,14 +44,15 @@ class Outside:
         tables = [part for part in parts if self._is_table(part, parts)]
         transposed = [part for part in parts if self._is_transposed(part)]
         wide = [part for part in parts if part not in tables and part.is_matrix and part.shape[-1] == d_model]
-        outputs = [*transposed, *(part for part in wide if self._is_output(part))] if "dec" in sides else []
-        if not outputs and "dec" in sides and len(wide) > 2:
+        outputs = [*transposed, *(part for part in wide if self._is_output(part))] if self.output else []
+        if not outputs and self.output and len(wide) > 2:
             # If no name shows the output, it is the last of three tables. With two tables, it is tied to one of them.
             outputs = [part for part in wide if not part.about(_keys.EMBEDDING)][-1:]
-        embeddings = [part for part in wide if part not in outputs]
+        # In an encoder, a matrix with a bias can only be a head, also if its logits are not recorded.
+        embeddings = [part for part in wide if part not in outputs and ("dec" in sides or part.bias is None)]
         tables = tables or self._likely_tables(embeddings)
         self._embeddings([part for part in embeddings if part not in tables])
-        if "dec" in sides:
+        if self.output:
             self._outputs(outputs, [p for p in parts if p.weight is None and p.is_vector and self._is_vocab(p)])
         self._tables(tables)
         self._norms([part for part in parts if self._is_norm(part)])
@@ -139,16 +141,16 @@ class Outside:
         return torch.equal(self.tensors[one.weight or ""], self.tensors[other.weight or ""])
 
     def _outputs(self, outputs: Sequence[Part], biases: Sequence[Part]) -> None:
-        if not outputs:
+        if not outputs and self.output == "out":
             self.derive.append("derive out.weight = tie dec.embed.weight")
         readings = []
         for cost, part in enumerate(outputs):
             ops = ["squeeze"] if len(part.shape) > 2 else ["transpose"] if self._is_transposed(part) else []
             others = tuple(key for other in outputs if other is not part for key in other.keys)
-            readings.append(Reading(part.lines("out", *ops, bias_ops=()), cost, others))
+            readings.append(Reading(part.lines(self.output, *ops, bias_ops=()), cost, others))
         self.choices.append(tuple(readings))
         if biases and not any(part.bias for part in outputs):
-            self.choices.append((Reading((f"{biases[0].bias} -> out.bias |> squeeze",)),))
+            self.choices.append((Reading((f"{biases[0].bias} -> {self.output}.bias |> squeeze",)),))
 
     def _tables(self, tables: Sequence[Part]) -> None:
         given: dict[str, Part] = {}

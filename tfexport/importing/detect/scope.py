@@ -10,7 +10,10 @@ from tfexport.errors import CheckpointError
 from tfexport.importing.detect import _keys
 from tfexport.importing.detect._keys import Layers, Part, Shape
 
-SUPPORTED = "tfexport imports transformers with an encoder and a decoder over token ids, and encoders of token ids"
+SUPPORTED = (
+    "tfexport imports transformers with an encoder and a decoder over token ids, and encoders of token ids, also with "
+    "a linear head"
+)
 _OWN_MODULE = "export it as your own module, see docs/guides/your-own-module.md"
 _DECODER_ONLY, _FEATURES = "a decoder-only model", "a model whose source is features"
 _CONVOLUTIONS, _EXPERTS = "a model with convolutions in its layers", "a mixture of experts"
@@ -34,7 +37,6 @@ _CROSS_WORDS = frozenset("cross encdec crossattention crossattn xattn src memory
 _CONVOLUTION_WORDS = frozenset(
     "conv convs convolution convolutions depthwise pointwise patch subsample subsampling feature features".split()
 )
-_HEAD_WORDS = frozenset("classifier classification cls head score tagger qa logits predictions pooler out fc".split())
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -54,16 +56,6 @@ def check_names(shapes: Mapping[str, Shape]) -> None:
     if sign := next(_signs(shapes), None):
         kind, key = sign
         raise _out_of_scope("checkpoint", kind, f"{key[:120]} {list(shapes[key])}")
-
-
-def head_note(shapes: Mapping[str, Shape]) -> str | None:
-    """Describe the head of an encoder without a decoder; the canonical model has none."""
-    lists, rest = _lists(shapes)
-    heads = (part for part in _keys.parts_of(rest) if part.is_matrix and part.bias and part.about(_HEAD_WORDS))
-    head = next(heads, None) if len(lists) == 1 else None
-    if head is None:
-        return None
-    return f"{head.name[:120]} {list(head.shape)} looks like a head; the import takes the encoder, which returns states"
 
 
 def _out_of_scope(subject: str, kind: str, evidence: str) -> CheckpointError:

@@ -37,8 +37,8 @@ _MAX_REFINED, _MAX_ROUNDS, _MAX_DRAFTS = 6, 4, 100_000
 _MORE = 24  # drafts to try after one whose error float32 could explain
 _HOPELESS = 16  # drafts that cannot be applied, before the search stops
 _DECIDED = ("positions", "relative_bias")  # by a draft; the search does not change them
-# Attention over one token returns that token, regardless of scale, heads and rotation.
-_OF_SEVERAL = ("num_heads", "attention_scale", "rotary_pairs", "rotary_cross")
+# Attention and pooling over one token return that token, regardless of scale, heads and rotation.
+_OF_SEVERAL = ("num_heads", "attention_scale", "rotary_pairs", "rotary_cross", "pooling")
 # Searched switches whose effect exceeds rounding errors. Two values of eps can be too close.
 _SEARCHED = {name for name, switch in SWITCHES.items() if switch.search and not switch.rare}
 _DECIDING = {"num_heads", *_SEARCHED} - {"norm_eps"}
@@ -341,11 +341,8 @@ class _Searcher:
 
 
 def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
-    """Yield changes of one switch, first those that the first position cannot decide.
-
-    The scale of attention depends on the number of heads, so these two change together.
-    """
-    pairs = [name for name in ("num_heads", "attention_scale") if name in choices]
+    """Yield changes of one switch, first of those that depend on each other, together."""
+    pairs = [name for name in ("num_heads", "attention_scale", "pooling") if name in choices]
     for values in itertools.product(*(choices[name] for name in pairs)):
         yield dict(zip(pairs, values, strict=True))
     for name, values in sorted(choices.items(), key=lambda choice: choice[0] != "norm_eps"):
@@ -357,8 +354,10 @@ def _first_position(reference: ReferenceOutputs) -> ReferenceOutputs:
     row = int(reference.source_mask.sum(1).argmin())
     source = (slice(row, row + 1), slice(0, int(reference.source_mask[row].sum())))
     target = (slice(row, row + 1), slice(0, 1))
-    places = dict.fromkeys(("source_ids", "source_mask", "hidden_states"), source)
+    places: dict[str, tuple[slice, ...]] = dict.fromkeys(("source_ids", "source_mask", "hidden_states"), source)
     places |= dict.fromkeys(("target_ids", "target_mask", "logits"), target)
+    if reference.head != "none":
+        places["logits"] = source if reference.head == "token" else source[:1]
     tensors = ((name, getattr(reference, name)) for name in places)
     changes: dict[str, Any] = {name: tensor[places[name]] for name, tensor in tensors if tensor is not None}
     return replace(reference, state={}, attributes={}, real={}, **changes)

@@ -69,6 +69,7 @@ def read_config(
         "encoder": _stack(layout, "enc", shapes, sizes["enc"], problems),
         "decoder": None,
         "dropout": 0.0,
+        "labels": tuple(f"LABEL_{number}" for number in range(shapes.get("head.weight", (0,))[0])),
         "tokens": _token_ids(layout, has_decoder, problems),
         **{flag: any(bias.fullmatch(name) for name in shapes) for flag, bias in _BIASES.items()},
     }

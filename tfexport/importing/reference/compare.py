@@ -32,7 +32,7 @@ _LARGE = 5_000_000  # parameters of a model that runs on several threads
 class Comparison:
     """Largest differences from reference outputs, relative to the largest value."""
 
-    error: float  # of log-probabilities, or of states for an encoder-only model; infinity for NaN
+    error: float  # of log-probabilities, or of states or logits for an encoder-only model; infinity for NaN
     encoder_error: float | None  # of recorded encoder states
     row: int
     position: int
@@ -47,10 +47,10 @@ class Comparison:
         return self.worst <= tolerance
 
     def stage(self, tolerance: float) -> str:
-        """Return the first stage that disagrees, "encoder or decoder" if it is unknown."""
+        """Return the first stage that disagrees, as far as it is known."""
         if self.encoder_error is None:
             return "encoder or decoder"
-        return "encoder" if self.encoder_error > tolerance else "decoder"
+        return "encoder" if self.encoder_error > tolerance else "decoder or head"
 
 
 def tolerance(reference: ReferenceOutputs, baseline: float = 0.0) -> float:
@@ -113,11 +113,13 @@ def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
         has, expects = ("a decoder", "none") if config.decoder else ("no decoder", "one")
         problems = [f"the model has {has}, the reference outputs expect {expects}"]
     for result, name, width in (
-        (reference.logits, "logits", config.target_vocab),
+        (reference.logits, "logits", config.target_vocab or len(config.labels)),
         (reference.hidden_states, "hidden_states", config.d_model),
     ):
-        if result is not None and result.shape[2] != width:
-            problems.append(f"{name} have width {result.shape[2]}, those of the model have {width}")
+        if result is not None and result.shape[-1] != width:
+            problems.append(f"{name} have width {result.shape[-1]}, those of the model have {width}")
+    if reference.head not in ("none", config.head):
+        problems.append(f"the head of the model is {config.head}, the reference outputs expect {reference.head}")
     if problems:
         raise ParityError(f"reference outputs: {'; '.join(problems)}; were they recorded from this model?")
 
@@ -131,8 +133,12 @@ class Comparator:
     def __init__(self, canonical: Canonical, reference: ReferenceOutputs, model: Transformer | None = None) -> None:
         self.model, self.config, self.reference = model or _build(canonical), canonical.config, reference
         keep = reference.source_mask if reference.target_mask is None else reference.target_mask
-        expected = reference.hidden_states if reference.logits is None else reference.logits.log_softmax(-1)
+        expected = reference.hidden_states if reference.logits is None else reference.logits
         assert expected is not None
+        if reference.target_ids is not None:
+            expected = expected.log_softmax(-1)
+        elif reference.head == "sequence":
+            expected, keep = expected[:, None], keep[:, :1]
         self.keep, self.expected = keep, expected
         self.scale = float(expected[keep].abs().max())
 
@@ -148,13 +154,13 @@ class Comparator:
         reference, encoder_error = self.reference, None
         mask = reference.source_mask if mask_source else torch.ones_like(reference.source_mask)
         if reference.target_ids is None:
-            found = self.model.hidden_states(reference.source_ids, mask)
+            found = self._encoded(reference.source_ids, mask)
         else:
             found = self.model(reference.source_ids, mask, reference.target_ids).log_softmax(-1)
-            if reference.hidden_states is not None:
-                states = self.model.hidden_states(reference.source_ids, mask)
-                errors = _errors(states, reference.hidden_states, reference.source_mask)
-                encoder_error = float(errors.max()) / float(reference.hidden_states[reference.source_mask].abs().max())
+        if reference.logits is not None and reference.hidden_states is not None:
+            states = self.model.hidden_states(reference.source_ids, mask)
+            errors = _errors(states, reference.hidden_states, reference.source_mask)
+            encoder_error = float(errors.max()) / float(reference.hidden_states[reference.source_mask].abs().max())
         errors = _errors(found, self.expected, self.keep)
         row, position = divmod(int(errors.argmax()), errors.shape[1])
         error = max((float(errors.max()) / self.scale, *(self.compare_row(config, long) for long in rows)))
@@ -166,12 +172,20 @@ class Comparator:
         _set_switches(self.model, config)
         mask = torch.ones_like(row.source_ids, dtype=torch.bool)
         if row.target_ids is None:
-            found, expected = self.model.hidden_states(row.source_ids, mask)[0, row.positions], row.outputs
+            found, expected = self._encoded(row.source_ids, mask)[0, row.positions], row.outputs
         else:
             found = self.model(row.source_ids, mask, row.target_ids)[0, row.positions].log_softmax(-1)
             expected = row.outputs.log_softmax(-1)
         errors = _errors(found, expected, torch.ones(len(found), dtype=torch.bool))
         return float(errors.max()) / float(expected.abs().max())
+
+    def _encoded(self, source_ids: Tensor, mask: Tensor) -> Tensor:
+        """Return states, or logits of the head, [batch, positions, width]."""
+        states = self.model.hidden_states(source_ids, mask)
+        if self.reference.logits is None:
+            return states
+        logits = self.model.classify(states, mask)
+        return logits if logits.dim() == 3 else logits[:, None]
 
 
 def _errors(found: Tensor, expected: Tensor, keep: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ def run_row(run: Run, ids: Sequence[Tensor]) -> LongRow | None:
     except Exception:  # noqa: BLE001 - models refuse long rows with any error
         return None
     length = ids[-1].shape[1]
+    if isinstance(outputs, Tensor) and outputs.dim() == 2:  # of a pooled head
+        outputs, length = outputs[:, None], 1
     if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != (1, length):
         return None
     positions = torch.tensor(sorted({(length - 1) * part // _KEPT for part in range(1, _KEPT + 1)}))

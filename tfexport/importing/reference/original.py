@@ -22,15 +22,20 @@ class Original:
     encode: Callable[..., Tensor] | None
     inputs: Mapping[str, Tensor]
     target_vocab: int | None
+    num_labels: int | None = None
 
     @torch.no_grad()
     def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
         """Return the outputs for the inputs, or for other targets, by name."""
         source = (self.inputs["source_ids"], self.inputs["source_mask"])
         if self.target_vocab is None:
-            return {"hidden_states": _outputs("forward", self.forward, model, source, None)}
-        target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
-        results = {"logits": _outputs("forward", self.forward, model, (*source, target_ids), self.target_vocab)}
+            outputs = _outputs("forward", self.forward, model, source, self.num_labels)
+            if self.num_labels is None:
+                return {"hidden_states": outputs}
+            results = {"logits": outputs}
+        else:
+            inputs = (*source, self.inputs["target_ids"] if target_ids is None else target_ids)
+            results = {"logits": _outputs("forward", self.forward, model, inputs, self.target_vocab)}
         if self.encode is not None:
             results["hidden_states"] = _outputs("encode", self.encode, model, source, None)
         return results
@@ -93,7 +98,8 @@ class Original:
             moves = [1e-9 * torch.randn(p.shape, generator=generator, dtype=torch.float64) * p for p in start]
             once, twice = moved(moves, 1), moved(moves, 2)
             for name, result in results.items():
-                keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
+                keep = self.inputs["target_mask" if name == "logits" and self.target_vocab else "source_mask"]
+                keep = keep[:, 0] if result.dim() == 2 else keep  # a pooled head
                 bend = (twice[name] - 2 * once[name] + result)[keep].abs().max()
                 worst = max(worst, float(bend / result[keep].abs().max()))
         with torch.no_grad():
@@ -114,10 +120,13 @@ def _outputs(
         problem = f"{raised_by(error)}, called as {name}(model, {called})"
         remedy = "correct its arguments, or source_vocab, target_vocab and lengths"
         raise CheckpointError(problem, subject=f"reference: {name}", remedy=remedy) from error
-    shape = list(result.shape) if isinstance(result, Tensor) else []
-    if not isinstance(result, Tensor) or shape[:-1] != list(ids.shape) or width not in (None, shape[-1]):
-        got, expected = shape or type(result).__name__, [*ids.shape, "d_model" if width is None else width]
-        raise CheckpointError(f"returns {got}, expected {expected}", subject=f"reference: {name}", remedy="reshape it")
+    shape, sizes = list(result.shape) if isinstance(result, Tensor) else [], [list(ids.shape)]
+    sizes += [[len(ids)]] if len(inputs) == 2 and width else []  # the logits of a head
+    if not isinstance(result, Tensor) or shape[:-1] not in sizes or width not in (None, shape[-1]):
+        got = shape or type(result).__name__
+        expected = " or ".join(str([*size, "d_model" if width is None else width]) for size in sizes)
+        remedy = "reshape it" if width else "reshape it, or give num_labels for a head"
+        raise CheckpointError(f"returns {got}, expected {expected}", subject=f"reference: {name}", remedy=remedy)
     return result.detach().double().cpu().clone()
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tfexport._io.atomic import whole_file
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import parse_json, plain_problem
+from tfexport.contract import Head
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing._files import snapshot, tensor_problems
 from tfexport.importing.reference.lengths import LENGTHS, LONG, IdRange, LongRow, read_rows, record_rows, write_rows
@@ -52,7 +53,8 @@ class ReferenceOutputs:
     source_mask: Tensor  # bool [batch, source_len]
     target_ids: Tensor | None = None  # int64 [batch, target_len]
     target_mask: Tensor | None = None  # bool [batch, target_len]
-    logits: Tensor | None = None  # or log-probabilities, float64 [batch, target_len, vocab]
+    # Log-probabilities or logits, float64 [batch, target_len, vocab]; of a head [batch(, source_len), labels].
+    logits: Tensor | None = None
     hidden_states: Tensor | None = None  # of the encoder, float64 [batch, source_len, d_model]
     heads: int | None = None
     pad_source: int | None = None
@@ -75,6 +77,13 @@ class ReferenceOutputs:
         end = self.text.recorded_end if self.text else None
         tokens = ({} if end is None else {"eos": end}) | dict(self.tokens)
         return {f"tokens.{name}": value for name, value in tokens.items()}
+
+    @property
+    def head(self) -> Head:
+        """The head of an encoder-only model that the logits belong to."""
+        if self.logits is None or self.target_ids is not None:
+            return "none"
+        return "token" if self.logits.dim() == 3 else "sequence"
 
     def with_real_weights(self) -> ReferenceOutputs | None:
         """Return the outputs of the checkpoint's own weights, or None if not recorded."""
@@ -133,6 +142,7 @@ def record_reference(
     *,
     source_vocab: int,
     target_vocab: int | None = None,
+    num_labels: int | None = None,
     heads: int | None = None,
     pad_source: int | None = None,
     pad_target: int | None = None,
@@ -160,10 +170,12 @@ def record_reference(
             in training and returns logits or log-probabilities [batch, target_len, target_vocab]. `target_ids` are the
             inputs of the decoder and begin with the start token. If the decoder starts from a vector instead of a
             token, `forward` leaves the first id out, which is then recorded as `pad_target`. For an encoder-only model
-            it is called without `target_ids` and returns states [batch, source_len, d_model].
+            it is called without `target_ids` and returns states [batch, source_len, d_model], or the logits of a head:
+            [batch, num_labels], or [batch, source_len, num_labels].
         path: file to write.
         source_vocab: number of source ids.
         target_vocab: number of target ids; None for an encoder-only model.
+        num_labels: number of labels of an encoder-only model with a head, if `forward` returns its logits.
         heads: number of attention heads, which shapes do not show.
         pad_source: padding id of sources, never drawn as a token. None pads with 0 and leaves `tokens.pad` open.
         pad_target: padding id of targets, never drawn as a token. None pads with `pad_source`.
@@ -211,7 +223,7 @@ def record_reference(
     inputs = {"source_ids": source_ids, "source_mask": source_mask}
     if target_vocab is not None:
         inputs["target_ids"], inputs["target_mask"] = draw_batch(target_vocab, target_len, pad_target, generator)
-    original = Original(forward, encode, inputs, target_vocab)
+    original = Original(forward, encode, inputs, target_vocab, num_labels)
     randomized, own = copied(model), copied(model)
     randomize(randomized, generator)
     state = {
@@ -348,8 +360,8 @@ def _problems(reference: ReferenceOutputs) -> list[str]:
         *_side_problems("source", reference.source_ids, reference.source_mask, reference.pad_source),
         *_side_problems("target", reference.target_ids, reference.target_mask, reference.pad_target),
     ]
-    if (reference.target_ids is None) != (reference.logits is None):
-        problems.append("one of target_ids and logits is missing; record both, or neither for an encoder-only model")
+    if reference.target_ids is not None and reference.logits is None:
+        problems.append("logits are missing; record them with target_ids")
     if reference.logits is None and reference.hidden_states is None:
         problems.append("logits and hidden_states are missing; record one of them")
     if reference.heads is not None and reference.heads < 1:
@@ -363,7 +375,7 @@ def _problems(reference: ReferenceOutputs) -> list[str]:
         outputs = reference.hidden_states if reference.logits is None else reference.logits
         assert outputs is not None
         for number, row in enumerate(reference.long):
-            found = row.problems(has_targets=reference.target_ids is not None, width=outputs.shape[2])
+            found = row.problems(has_targets=reference.target_ids is not None, width=outputs.shape[-1])
             problems += [f"long row {number}: {problem}" for problem in found]
     return problems
 
@@ -388,10 +400,12 @@ def _result_problems(reference: ReferenceOutputs, results: Mapping[str, Tensor |
     problems = []
     for name, result in results.items():
         keep = reference.source_mask if name == "hidden_states" else reference.target_mask
-        if result is None or keep is None:
+        keep = reference.source_mask if keep is None else keep
+        if result is None:
             continue
-        if result.dtype != torch.float64 or result.dim() != 3 or result.shape[:2] != keep.shape:
-            expected = f"torch.float64 [{keep.shape[0]}, {keep.shape[1]}, …]"
+        keep = keep[:, 0] if name == "logits" and reference.head == "sequence" else keep
+        if result.dtype != torch.float64 or result.shape[:-1] != keep.shape:
+            expected = f"torch.float64 [{', '.join(map(str, keep.shape))}, …]"
             problems.append(f"{name} is {result.dtype} {list(result.shape)}, expected {expected}")
         elif not bool(result[keep].isfinite().all()):
             problems.append(f"{name} holds NaN or infinity outside of padding; fix the original model or its masks")

@@ -100,12 +100,12 @@ class OrtSession(CheckedAligner):
         assert self.variant is not None
         return VARIANTS[self.variant][1](self._graphs, width)
 
-    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
         io = self._graphs.bind_encoder(source_ids, source_mask)
-        io.bind_output(contract.HIDDEN_STATES, self._device.type, 0)
+        io.bind_output(output, self._device.type, 0)
         self._graphs.run_encoder(io, *source_ids.shape)
-        hidden: Floats = io.get_outputs()[0].numpy()
-        return hidden
+        found: Floats = io.get_outputs()[0].numpy()
+        return found
 
     def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         with self._lock:

@@ -57,6 +57,7 @@ async def model(request: Request, name: str) -> Response:
     outputs = outputs if model.spec.has_decoder else {}
     limits = ("max_source_length", "max_target_length")
     proof = model.manifest.proof.to_dict() if model.manifest else {}
+    labels: dict[str, Any] = {"labels": model.spec.labels} if model.spec.labels else {}
     return JSONResponse(
         {
             "name": name,
@@ -64,7 +65,7 @@ async def model(request: Request, name: str) -> Response:
             "platform": "tfexport",
             "inputs": _tensors(inputs),
             "outputs": _tensors(outputs),
-            "parameters": {limit: getattr(model.spec, limit) for limit in limits} | proof,
+            "parameters": {limit: getattr(model.spec, limit) for limit in limits} | proof | labels,
         }
     )
 
@@ -160,6 +161,15 @@ def _written(tensor: Tensor, *, is_binary: bool) -> tuple[dict[str, Any], bytes]
     else:
         data = struct.pack(f"<{len(tensor.values)}{schemas.FORMATS[tensor.datatype]}", *tensor.values)
     return head | {"parameters": {"binary_data_size": len(data)}}, data
+
+
+async def classify(request: Request, name: str, data: schemas.Sourced) -> Response:
+    """Label a source, or each of its tokens, with the head of an encoder-only bundle."""
+    service = service_of(request)
+    sources: list[Any] = [data.source]
+    (one,) = await service.loaded_engine(name).classify(sources, timeout_s=service.config.max_timeout_s)
+    found = {"label": one.label, "logits": one.logits.tolist(), "token_ids": one.token_ids}
+    return await asyncio.to_thread(JSONResponse, _head(name, None) | found)
 
 
 async def align(request: Request, name: str, data: schemas.AlignRequest) -> Response:
@@ -268,6 +278,7 @@ def add_routes(app: FastAPI, *, has_statistics: bool, has_metrics: bool) -> None
         generate: schemas.Generated,
         generate_stream: None,
         align: schemas.Aligned,
+        classify: schemas.Classified,
     }
     for prefix, is_shown in (("/v2/models/{name}", True), ("/v2/models/{name}/versions/{version}", False)):
         app.add_api_route(prefix, model, include_in_schema=is_shown)

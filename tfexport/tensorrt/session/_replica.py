@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tfexport.contract import ENCODER, HIDDEN_STATES, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, Variant, encoder_graph
+from tfexport.contract import ENCODER, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, Variant, encoder_graph
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
@@ -59,16 +59,17 @@ class Encoder:
         mask[:] = source_mask.ravel()
         self._device.cuda.upload(self._device.memory[SOURCE_MASK], mask, self._device.stream)
 
-    def hidden_states(self, batch: int, source_len: int) -> Floats:
-        """Copy the encoder's output to the host, float32 [batch, source_len, d_model]."""
-        device = self._device
-        hidden = device.cuda.pinned((batch, source_len, device.engines.spec.d_model), np.float32)
+    def output(self, name: str, batch: int, source_len: int) -> Floats:
+        """Copy an output of the encoder to the host, float32."""
+        device, dims = self._device, {"batch": batch, "source_len": source_len}
+        (shape,) = (shape_of(tensor, dims) for tensor in self._graph.outputs if tensor.name == name)
+        found = device.cuda.pinned(shape, np.float32)
         try:
-            device.cuda.download(hidden, device.memory[HIDDEN_STATES], device.stream)
+            device.cuda.download(found, device.memory[name], device.stream)
             device.synchronize()
-            return hidden.copy()
+            return found.copy()
         finally:
-            device.cuda.unpin(hidden)
+            device.cuda.unpin(found)
 
 
 class Decoder:
@@ -203,11 +204,11 @@ class Replica:
         if prompts.size:
             self.decoder.prefill(layout, prompts)
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Run an encoder-only bundle, float32 [batch, source_len, d_model]."""
+    def encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
+        """Run an encoder-only bundle and return one of its outputs."""
         self._device.memory.reserve(self.encoder.sizes(*source_ids.shape))
         self.encoder.run(source_ids, source_mask)
-        return self.encoder.hidden_states(*source_ids.shape)
+        return self.encoder.output(output, *source_ids.shape)
 
     def _reserve(self, *layouts: BatchLayout) -> None:
         most = dict[str, int]()

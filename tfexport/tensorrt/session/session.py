@@ -99,12 +99,11 @@ class TrtSession(CheckedSession):
         )
         self._pool: ReplicaPool | None = ReplicaPool(self._engines)
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Return the encoder's output, float32 [batch, source_len, d_model]."""
+    def _checked(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
         if source_ids.ndim == 2:  # the remedy is to rebuild the engines, not the bundle
             check_limit("sources", source_ids.shape[0], self.limits.rows)
             check_limit("source tokens", source_ids.shape[1], self.limits.source_length)
-        return super().hidden_states(source_ids, source_mask)
+        return super()._checked(source_ids, source_mask, output)
 
     def memory_bytes(self) -> int:
         """Return the device memory of batches and free replicas, without weights."""
@@ -131,12 +130,12 @@ class TrtSession(CheckedSession):
     def _batch(self, width: int) -> TrtBatch:
         return TrtBatch(width, self._engines, self.limits, self._open_pool)
 
-    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
         pool = self._open_pool()
         replica = pool.take((len(source_ids), 1, source_ids.shape[1]))
         try:
             with replica.watched():
-                return replica.hidden_states(source_ids, source_mask)
+                return replica.encode(source_ids, source_mask, output)
         finally:
             pool.give_back(replica)
 
