@@ -167,7 +167,8 @@ def test_what_stands_beside_a_prefix_is_left_out(name: str, tmp_path: Path) -> N
 
 def test_averaged_weights_by_choice(tmp_path: Path) -> None:
     averaged = {name: tensor + 1 for name, tensor in STATE.items()}
-    torch.save({"epoch": 3, "model": STATE, "ema": {"module": averaged, "decay": 0.999}}, tmp_path / "a.pt")
+    others = {"epoch": 3, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}
+    torch.save({**others, "model": STATE, "ema": {"module": averaged, "decay": 0.999}}, tmp_path / "a.pt")
     usual = read_checkpoint(tmp_path / "a.pt")
     assert is_state(usual.tensors)
     assert usual.notes == ("taken from the entry 'model'; to take 'ema' instead, give --entry ema",)

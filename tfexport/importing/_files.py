@@ -224,7 +224,8 @@ def _entry(path: Path, data: Any, entry: str) -> Any:
             return _entry(path, data[name], rest) if rest else data[name]
     under = {name.removeprefix(f"{entry}."): data[name] for name in names if name.startswith(f"{entry}.")}
     if not under:
-        parts = [name for name in names if isinstance(data.get(name), Mapping) and _nested(name, data[name])]
+        whole = [name for name in names if "optim" not in name and isinstance(data.get(name), Mapping)]
+        parts = [name for name in whole if _nested(name, data[name])]
         parts = parts or sorted({name.partition(".")[0] for name in names if "." in name})
         remedy = f"choose one of {', '.join(parts)[:300]}" if parts else "omit --entry"
         raise CheckpointError(f"{path}: has no entry {entry!r} with tensors; {remedy}")
