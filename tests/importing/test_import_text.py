@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from tokenizers import Tokenizer as Inner
-from tokenizers import models, normalizers, pre_tokenizers
 
 import tfexport
 from models.from_scratch.notebook_004 import Notebook004
@@ -221,55 +218,9 @@ def test_a_later_checkpoint_is_not_compared_with_recorded_texts(user: User, tmp_
     assert not (tmp_path / "m").exists()
 
 
-def capitals(folder: Path, inner: Inner) -> Path:
-    inner.normalizer = normalizers.Replace("s", "S")
-    inner.save(str(folder / "capitals.json"))
-    return folder / "capitals.json"
-
-
-def word_level(words: Sequence[str]) -> Inner:
-    inner = Inner(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return inner
-
-
-def shifted(folder: Path) -> Path:
-    """Save the vocabulary of somebody who has forgotten one word: each further id is one less."""
-    path = folder / "shifted.txt"
-    path.write_text("\n".join([*SOURCE[:4], *SOURCE[5:]]) + "\n")
-    return path
-
-
-MISTAKES: dict[str, tuple[Callable[[User, Path], list[object]], str]] = {
-    "a dropped suffix": (
-        lambda user, folder: ["--source-prefix", 1],
-        r"text 1 of 12.*: ids around the text: .*your ids end with 2.*--source-suffix 2",
-    ),
-    "a suffix too much": (
-        lambda user, folder: ["--source-prefix", 1, "--source-suffix", "2,2"],
-        r"the tokenizer's ids end with 2, yours do not",
-    ),
-    "a swapped tokenizer": (
-        lambda user, folder: ["--target-tokenizer", user.folder / "source.txt"],
-        r"decoding: your code makes 't.*' of the ids .*, the tokenizer 's",
-    ),
-    "another normalisation": (
-        lambda user, folder: ["--tokenizer", capitals(folder, word_level(SOURCE))],
-        r"the tokenizer has no ids.*give the tokenizer that the model was trained with",
-    ),
-    "ids that are shifted": (
-        lambda user, folder: ["--tokenizer", shifted(folder), "--source-prefix", 1, "--source-suffix", 2],
-        r"text 1 of 12",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_refused_where_texts_were_recorded(
-    user: User, tmp_path: Path, options: Callable[[User, Path], list[object]], message: str
-) -> None:
-    result = import_(user, tmp_path / "m", "texts", *options(user, tmp_path), code=2)
-    assert re.search(message, result.stderr.splitlines()[-1]), result.stderr
+def test_a_difference_ends_the_import(user: User, tmp_path: Path) -> None:
+    result = import_(user, tmp_path / "m", "texts", "--target-tokenizer", user.folder / "source.txt", code=2)
+    assert "text 1 of 12, " in result.stderr.splitlines()[-1]
     assert not (tmp_path / "m").exists()
 
 

@@ -246,10 +246,8 @@ def test_a_list_that_cannot_be_read(listed: str, codes: str | None, problem: str
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("vocab.json", json.dumps({"<s>": 0, "the": 1}), "--tokenize"),
         ("merges.txt", "#version: 0.2\nt h\nth e\n", "has only merges, as a merges.txt.*give the directory"),
         ("merges.txt", "t h\nth e\nĠ the\n", "has only merges, as a merges.txt"),
-        ("config.json", json.dumps({"model_type": "bart"}), "no tokens with ids, and no model"),
         ("tokenizer.json", json.dumps({"model": {"type": "BPE"}}), "is not a valid tokenizer.json"),
         ("tokenizer.json", '{"model": {"ty', "cannot be read"),
     ],

@@ -6,35 +6,31 @@ import json
 import pickle
 import random
 import re
-import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from tests.importing.huggingface.odd_texts import LINES, odd_texts
-from tests.importing.huggingface.test_tokenizer_directories import spec
-from tfexport.errors import CheckpointError, ConfigError, InputError, ParityError
+from tests.importing.huggingface.test_tokenizer_directories import encoded, spec
+from tfexport.errors import CheckpointError, ConfigError, ParityError
 from tfexport.importing._options import read_options
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.text import ImportedText, Tokenizers, import_text
 from tfexport.text.config import TextConfig, TextSample
 
 PAD, BOS, EOS, UNK = range(4)
-SPECIAL = ["<pad>", "<sos>", "<eos>", "<unk>"]
-IDS = {"pad": PAD, "start": BOS, "eos": EOS}
 Split = Callable[[str], Sequence[str]]
 
 
 def basic_english(line: str) -> list[str]:
     """Split as torchtext does."""
-    line = line.lower()
     patterns = {r"\'": " '  ", r"\"": "", r"\.": " . ", r"<br \/>": " ", ",": " , ", r"\(": " ( ", r"\)": " ) "}
+    line = line.lower()
     for pattern, text in {**patterns, r"\!": " ! ", r"\?": " ? ", r"\;": " ", r"\:": " ", r"\s+": " "}.items():
         line = re.sub(pattern, text, line)
     return line.split()
@@ -62,132 +58,103 @@ class User:
 
     split: Split
     joiner: str = " "
-    keeps_unknown: bool = True
-    has_unknown: bool = True
+    dropped: tuple[int, ...] = (PAD, BOS, EOS)
+    finish: Callable[[str], str] = str
+    special: tuple[str, ...] = ("<pad>", "<sos>", "<eos>", "<unk>")
     start: tuple[int, ...] = (BOS,)
     end: tuple[int, ...] = (EOS,)
 
     def __post_init__(self) -> None:
-        tokens = Counter(token for line in [*LINES, "ABC ½² οδος ΟΔΟΣ"] for token in self.split(line))
-        self.itos = [*SPECIAL[: 4 if self.has_unknown else 3], *sorted(tokens)]
+        tokens = {token for line in [*LINES, "ABC ½² οδος ΟΔΟΣ"] for token in self.split(line)} - {""}
+        self.itos = [*self.special, *sorted(tokens)]
         self.stoi = {token: i for i, token in enumerate(self.itos)}
 
     def encode(self, text: str) -> list[int]:
-        ids = [self.stoi.get(token, UNK) if self.has_unknown else self.stoi[token] for token in self.split(text)]
+        ids = [self.stoi.get(t, UNK) if "<unk>" in self.special else self.stoi[t] for t in self.split(text)]
         return [*self.start, *ids, *self.end]
 
     def decode(self, ids: Sequence[int]) -> str:
-        dropped = {PAD, BOS, EOS} | (set() if self.keeps_unknown else {UNK})
-        return self.joiner.join(self.itos[i] for i in ids if i not in dropped)
+        return self.finish(self.joiner.join(self.itos[i] for i in ids if i not in self.dropped))
 
     def record(self, texts: Sequence[str] = RECORDED) -> TextConfig:
         draw, samples = random.Random(0), []
         for text in [*texts, *(line for line in LINES[:20] if len(self.split(line)) < 60)]:
             target = (*draw.choices(range(3, len(self.itos)), k=9), EOS)
-            ids = tuple(self.encode(text))
-            samples.append(TextSample(text=text, source_ids=ids, target_ids=target, output=self.decode(target)))
+            ids, output = tuple(self.encode(text)), self.decode(target)
+            samples.append(TextSample(text=text, source_ids=ids, target_ids=target, output=output))
         return TextConfig(samples=tuple(samples), end=EOS)
 
 
 def import_(
     path: Path, user: User, recorded: TextConfig | None, target: Path | None = None, **more: Any
 ) -> ImportedText:
-    found, around = spec(len(user.itos) + 3, **IDS), more.pop("around", TextConfig())
+    found = spec(len(user.itos) + 3, pad=PAD, start=BOS, eos=EOS)
     if target:
         found = replace(found, vocab=len(json.loads(target.read_text())))
+    around = more.pop("around", TextConfig())
     return import_text(Tokenizers(path, target, **more), around, recorded, found, has_own_weights=True)
 
 
 def assert_same(made: ImportedText, user: User, other: User | None = None) -> None:
-    """Compare ids of odd texts, and texts of random ids."""
-    tokenizer, other = made.tokenizer, other or user
-    assert tokenizer is not None
-    compared = 0
+    """Compare ids of odd texts, and texts of random ids; texts without a known token are refused."""
+    assert made.tokenizer is not None
+    draw, other, compared = random.Random(1), other or user, 0
     for text in [*odd_texts(), *(text.upper() for text in odd_texts()), "a  b", "", " "]:
         try:
             wanted = user.encode(text)
         except KeyError:
             wanted = []
-        # Texts without a known token are refused.
-        if text.strip() and set(wanted[len(user.start) : len(wanted) - len(user.end)]) - {UNK}:
-            assert tokenizer.encode([text]) == [wanted], text
-            compared += 1
-        else:
-            with pytest.raises(InputError):
-                tokenizer.encode([text])
+        is_known = text.strip() and set(wanted[len(user.start) : len(wanted) - len(user.end)]) - {UNK}
+        assert encoded(made.tokenizer, text) == (wanted if is_known else None), text
+        compared += bool(is_known)
     assert compared > 30
-    draw = random.Random(1)
     for _ in range(100):
         ids = draw.choices(range(len(other.itos)), k=12)
-        assert tokenizer.decode(ids) == other.decode(ids)
+        assert made.tokenizer.decode(ids) == other.decode(ids)
 
 
 class Vocab:
-    """As torchtext had it, whose default adds unknown words to `stoi`."""
+    """As torchtext had it, whose default adds unknown words to `stoi`; newer states are tuples."""
 
-    def __init__(self, user: User) -> None:
-        self.freqs = Counter(user.itos)
-        self.itos, self.stoi = user.itos, defaultdict(int, user.stoi)
+    def __init__(self, user: User, state: object = None) -> None:
+        self.freqs, self.itos, self.stoi = Counter(user.itos), user.itos, defaultdict(int, user.stoi)
         self.stoi["absent"]
-        self.vectors = torch.zeros(2)
-
-
-class State:
-    """As the newer torchtext has it: a class of C++, whose state is a tuple."""
-
-    def __init__(self, user: User) -> None:
-        self.state = ("0.0.2", [UNK], user.itos, [])
+        self.vectors, self.state = torch.zeros(2), state
 
     def __getstate__(self) -> object:
-        return self.state
+        return self.state or self.__dict__
 
 
 class Lang:
     """As the tutorial of PyTorch has it."""
 
     def __init__(self, user: User) -> None:
-        self.name, self.word2index, self.n_words = "eng", user.stoi, len(user.itos)
-        self.word2count = Counter(user.itos)
+        self.name, self.word2index, self.word2count = "eng", user.stoi, Counter(user.itos)
         self.index2word = dict(enumerate(user.itos))
 
 
-def pickled(value: Callable[[User], object], protocol: int) -> Callable[[User, Path], None]:
-    """Return a function that pickles an object of a class that is gone when the file is read."""
-
-    def write(user: User, path: Path) -> None:
-        module = sys.modules["gone"] = ModuleType("gone")
-        for kind in (Vocab, State, Lang):
-            kind.__module__ = "gone"
-            setattr(module, kind.__name__, kind)
-        path.write_bytes(pickle.dumps(value(user), protocol))
-        del sys.modules["gone"]
-
-    return write
-
-
-def saved(value: Callable[[User], object]) -> Callable[[User, Path], None]:
-    return lambda user, path: torch.save(value(user), path)
-
-
-def dumped(value: Callable[[User], object]) -> Callable[[User, Path], None]:
-    return lambda user, path: path.write_text(json.dumps(value(user)))  # type: ignore[return-value]
-
-
-FILES: dict[str, Callable[[User, Path], None]] = {
-    "dict.json": dumped(lambda user: user.stoi),
-    "ids.json": dumped(lambda user: dict(enumerate(user.itos))),
-    "list.json": dumped(lambda user: user.itos),
-    "both.json": dumped(lambda user: {"itos": user.itos, "stoi": user.stoi, "unk_token": "<unk>"}),
-    "nested.json": dumped(lambda user: {"vocab": user.stoi, "special": {"pad": "<pad>"}}),
-    "list.txt": lambda user, path: path.write_text("\n".join(user.itos)),  # type: ignore[dict-item, return-value]
-    "dict.pkl": pickled(lambda user: user.stoi, 4),
-    "default.pkl": pickled(lambda user: defaultdict(int, user.stoi), 2),
-    "ordered.pt": saved(lambda user: OrderedDict(user.stoi)),
-    "nested.pt": saved(lambda user: {"vocab": user.stoi, "weights": torch.zeros(2)}),
-    "torchtext.pkl": pickled(Vocab, 4),
-    "torchtext2.pkl": pickled(State, 5),
-    "lang.pkl": pickled(Lang, 3),
+FILES: dict[str, Callable[[User], object]] = {
+    "dict.json": lambda user: user.stoi,
+    "ids.json": lambda user: dict(enumerate(user.itos)),
+    "list.json": lambda user: user.itos,
+    "both.json": lambda user: {"itos": user.itos, "stoi": user.stoi, "unk_token": "<unk>"},
+    "list.txt": lambda user: "\n".join(user.itos).encode(),
+    "dict.pkl": lambda user: user.stoi,
+    "default.pkl": lambda user: defaultdict(int, user.stoi),
+    "torchtext.pkl": Vocab,
+    "newer.pkl": lambda user: Vocab(user, ("0.0.2", [UNK], user.itos, [])),
+    "lang.pkl": Lang,
+    "ordered.pt": lambda user: {"vocab": OrderedDict(user.stoi), "weights": torch.zeros(2)},
 }
+
+
+def write(path: Path, value: object) -> Path:
+    if path.suffix == ".pt" and not isinstance(value, bytes):
+        torch.save(value, path)
+    else:
+        raw = json.dumps(value).encode() if path.suffix == ".json" else value
+        path.write_bytes(raw if isinstance(raw, bytes) else pickle.dumps(raw))
+    return path
 
 
 CASES = [("dict.json", split) for split in SPLITS] + [(name, "regex, lower case") for name in FILES]
@@ -196,8 +163,7 @@ CASES = [("dict.json", split) for split in SPLITS] + [(name, "regex, lower case"
 @pytest.mark.parametrize(("name", "split"), [*CASES, ("list.txt", "chars"), ("dict.pkl", "chars")])
 def test_recorded_texts_show_how_texts_are_split(name: str, split: str, tmp_path: Path) -> None:
     user = User(SPLITS[split], "" if split.startswith("chars") else " ")
-    FILES[name](user, tmp_path / name)
-    made = import_(tmp_path / name, user, user.record())
+    made = import_(write(tmp_path / name, FILES[name](user)), user, user.record())
     assert not made.unverified
     assert_same(made, user)
 
@@ -205,32 +171,29 @@ def test_recorded_texts_show_how_texts_are_split(name: str, split: str, tmp_path
 @pytest.mark.parametrize(
     "changes",
     [
-        {"keeps_unknown": False},
+        {"dropped": (PAD, BOS, EOS, UNK)},
         {"joiner": ""},
-        {"joiner": "", "keeps_unknown": False, "split": list},
+        {"joiner": "", "dropped": (PAD, BOS, EOS, UNK), "split": list},
         {"start": ()},
         {"start": (BOS, UNK), "end": ()},
-        {"split": list, "joiner": "", "has_unknown": False},
+        {"split": list, "joiner": "", "special": ("<pad>", "<sos>", "<eos>")},
     ],
     ids=str,
 )
 def test_recorded_texts_show_how_tokens_are_joined(changes: dict[str, Any], tmp_path: Path) -> None:
     user = User(**{"split": str.split, **changes})
-    FILES["dict.json"](user, tmp_path / "dict.json")
-    assert_same(
-        import_(tmp_path / "dict.json", user, user.record(LINES[:3] if not user.has_unknown else RECORDED)), user
-    )
+    recorded = user.record(RECORDED if "<unk>" in user.stoi else LINES[:3])
+    assert_same(import_(write(tmp_path / "dict.json", user.stoi), user, recorded), user)
 
 
 @pytest.mark.parametrize("split", ["regex, lower case", "chars"])
 def test_a_file_for_each_side(split: str, tmp_path: Path) -> None:
     source, target = User(SPLITS["regex, lower case"]), User(SPLITS[split], "" if split == "chars" else " ")
     target.itos[4:] = target.itos[:3:-1]
-    FILES["dict.pkl"](source, tmp_path / "source.pkl")
-    FILES["list.json"](target, tmp_path / "target.json")
     pairs = zip(source.record().samples, target.record().samples, strict=False)
     samples = tuple(replace(a, target_ids=b.target_ids, output=b.output) for a, b in pairs)
-    made = import_(tmp_path / "source.pkl", source, TextConfig(samples=samples, end=EOS), tmp_path / "target.json")
+    paths = write(tmp_path / "source.pkl", source.stoi), write(tmp_path / "target.json", target.itos)
+    made = import_(paths[0], source, TextConfig(samples=samples, end=EOS), paths[1])
     assert_same(made, source, target)
     assert made.tokenizer is not None
     known = [token for token in target.itos[4:] if token.islower()][:9]
@@ -239,13 +202,13 @@ def test_a_file_for_each_side(split: str, tmp_path: Path) -> None:
 
 def test_what_recorded_texts_do_not_show_is_not_verified(tmp_path: Path) -> None:
     user = User(str.split)
-    FILES["dict.json"](user, tmp_path / "dict.json")
-    plain = [
+    path = write(tmp_path / "dict.json", user.stoi)
+    texts = [
         TextSample(text=text, source_ids=tuple(user.encode(text))) for text in ("the work", "shall be the licensor")
     ]
-    made = import_(tmp_path / "dict.json", user, TextConfig(samples=tuple(plain)))
+    made = import_(path, user, TextConfig(samples=tuple(texts)))
     assert "--tokenize words --lowercase, " in made.unverified[0]
-    stated = import_(tmp_path / "dict.json", user, TextConfig(samples=tuple(plain)), tokenize="words")
+    stated = import_(path, user, TextConfig(samples=tuple(texts)), tokenize="words")
     assert not stated.unverified
     assert_same(stated, user)
 
@@ -253,26 +216,24 @@ def test_what_recorded_texts_do_not_show_is_not_verified(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["words", "chars", "basic_english", r"\w+|[^\w\s]", r"\b\w[\w'-]*\b|\d|[^\W_]|\S"])
 @pytest.mark.parametrize("lowercase", [False, True])
 def test_options_state_how_texts_are_split(name: str, lowercase: bool, tmp_path: Path) -> None:
-    named: dict[str, Split] = {"words": str.split, "chars": list, "basic_english": basic_english}
-    split = named.get(name, lambda text: re.findall(name, text))
-    user = User((lambda text: split(text.lower())) if lowercase else split, "" if name == "chars" else " ")
-    FILES["dict.json"](user, tmp_path / "dict.json")
-    config = ImportConfig(tokenize=name, lowercase=lowercase)
-    assert read_options(tmp_path, config, None, tmp_path / "dict.json", None).layout is None
-    made = import_(tmp_path / "dict.json", user, None, tokenize=name, lowercase=lowercase)
-    assert_same(made, replace(user, start=(), end=()))
+    split = {"words": str.split, "chars": list, "basic_english": basic_english}.get(name) or re.compile(name).findall
+    user = User(
+        lambda text: split(text.lower() if lowercase else text), "" if name == "chars" else " ", start=(), end=()
+    )
+    path, config = write(tmp_path / "dict.json", user.stoi), ImportConfig(tokenize=name, lowercase=lowercase)
+    read_options(tmp_path, config, None, path, None)
+    assert_same(import_(path, user, None, tokenize=name, lowercase=lowercase), user)
 
 
-def test_without_texts_and_options_only_characters_are_clear(tmp_path: Path) -> None:
-    for split in (str.split, list):
-        user = User(split, "", start=(), end=())
-        FILES["dict.json"](user, tmp_path / "dict.json")
-        if split is list:
-            assert_same(import_(tmp_path / "dict.json", user, None), user)
-        else:
-            with pytest.raises(CheckpointError) as caught:
-                import_(tmp_path / "dict.json", user, None)
-            assert "--tokenize" in caught.value.remedy
+def test_without_texts_and_options_only_characters_and_rules_are_clear(tmp_path: Path) -> None:
+    words, chars = (User(split, "", start=(), end=()) for split in (str.split, list))
+    with pytest.raises(CheckpointError) as caught:
+        import_(write(tmp_path / "dict.json", words.stoi), words, None)
+    assert "--tokenize" in caught.value.remedy
+    made = import_(write(tmp_path / "dict.json", chars.stoi), chars, None)
+    assert_same(made, chars)
+    with pytest.raises(CheckpointError, match="has its own rules"):
+        import_(write(tmp_path / "t.txt", made.files["tokenizer.json"]), chars, None, lowercase=True)
 
 
 class Hostile:
@@ -298,50 +259,44 @@ WRONG: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_other_files_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    content, problem = WRONG[name]
-    raw = json.dumps(content).encode() if name.endswith("json") else content
-    (tmp_path / name).write_bytes(raw if isinstance(raw, bytes) else pickle.dumps(raw))
-    with pytest.raises(CheckpointError, match=problem):
-        import_(tmp_path / name, User(list), None)
+    with pytest.raises(CheckpointError, match=WRONG[name][1]):
+        import_(write(tmp_path / name, WRONG[name][0]), User(list), None)
     assert not (tmp_path / "executed").exists()
 
 
-def changed(change: Callable[[list[str]], list[str]]) -> Callable[[User], list[str]]:
-    return lambda user: change(list(user.itos))
+Change = Callable[[list[str]], list[str]]
+STEPS: list[tuple[str, dict[str, Any], Change, dict[str, Any], str]] = [
+    ("normalization", {"split": SPLITS["words, lower case"]}, list, {"tokenize": "words"}, "--lowercase"),
+    ("splitting", {"split": lambda text: text.split(" ")}, list, {}, "--tokenize"),
+    ("ids around the text", {}, list, {"around": TextConfig(source_prefix=(BOS,))}, "your ids end with 2"),
+    (
+        "ids around the text",
+        {},
+        list,
+        {"around": TextConfig(source_prefix=(BOS,), source_suffix=(EOS, 3))},
+        "yours do not",
+    ),
+    ("ids", {}, lambda itos: [*itos[:4], *itos[5:]], {}, "shifted"),
+    ("unknown words", {}, lambda itos: [f"{t}x" if t == "and" else t for t in itos], {}, "tokens.unk"),
+    ("decoding", {"joiner": "_"}, list, {}, "special tokens"),
+    ("decoding", {"finish": str.upper}, list, {}, "only lower case"),
+    ("decoding", {"finish": " {}".format}, list, {}, "only the white space"),
+]
 
 
-STEPS: dict[str, tuple[dict[str, Any], Callable[[User], list[str]], dict[str, Any], str]] = {
-    "normalization": ({"split": SPLITS["words, lower case"]}, changed(list), {"tokenize": "words"}, "--lowercase"),
-    "splitting": ({"split": lambda text: text.split(" ")}, changed(list), {}, "--tokenize"),
-    "ids around the text": ({}, changed(list), {"around": TextConfig(source_prefix=(BOS,))}, "--source-suffix 2"),
-    "ids": ({}, changed(lambda itos: [*itos[:4], *itos[5:]]), {}, "shifted"),
-    "unknown words": ({}, changed(lambda itos: [f"{t}x" if t == "and" else t for t in itos]), {}, "tokens.unk"),
-    "decoding": ({"joiner": "_"}, changed(list), {}, "special tokens"),
-}
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_difference_names_its_step(step: str, tmp_path: Path) -> None:
-    changes, file, options, remedy = STEPS[step]
+@pytest.mark.parametrize(("step", "changes", "change", "options", "remedy"), STEPS)
+def test_a_difference_names_its_step(
+    step: str, changes: dict[str, Any], change: Change, options: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
     user = User(**{"split": str.split, **changes})
-    (tmp_path / "list.json").write_text(json.dumps(file(user)))
     with pytest.raises(ParityError) as caught:
-        import_(tmp_path / "list.json", user, user.record(), **options)
+        import_(write(tmp_path / "list.json", change(user.itos)), user, user.record(), **options)
     assert caught.value.subject.startswith("text 1 of")
     assert caught.value.problems[0].startswith(f"{step}: ")
     assert remedy in caught.value.remedy
 
 
-def test_a_tokenizer_with_rules_takes_no_others(tmp_path: Path) -> None:
-    user = User(list, "")
-    FILES["dict.json"](user, tmp_path / "dict.json")
-    made = import_(tmp_path / "dict.json", user, None)
-    (tmp_path / "tokenizer.json").write_bytes(made.files["tokenizer.json"])
-    with pytest.raises(CheckpointError, match="has its own rules"):
-        import_(tmp_path / "tokenizer.json", user, None, lowercase=True)
-
-
-@pytest.mark.parametrize("split", ["(", r"(?P<a>\w)+", r"\X"])
+@pytest.mark.parametrize("split", ["(", r"(?P<a>\w)+", r"\X", "a*"])
 def test_a_regular_expression_that_python_reads_otherwise_is_refused_at_once(split: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenize"):
         read_options(tmp_path, ImportConfig(tokenize=split), None, None, None)

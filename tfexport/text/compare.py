@@ -99,9 +99,9 @@ def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids) -> tuple[str, s
     for first in range(len(wanted) - len(found) + 1):
         pairs = zip(wanted[first:], found, strict=False)
         steps = {a - b for a, b in pairs if tokenizer.source_unknown not in (a, b)}
-        if steps == {0}:
+        if steps == {0} and len(found) == len(wanted):
             return "unknown words", "correct --set tokens.unk, or give the vocabulary that the model was trained with"
-        if len(steps) == 1 and len(found) > 1:
+        if len(steps - {0}) == len(steps) == 1 and len(found) > 1:
             return "ids", f"each of your ids is {steps.pop()} more than the tokenizer's: the vocabularies are shifted"
     step = "ids" if len(found) == len(wanted) else "splitting"
     return step, "give the tokenizer that the model was trained with, or --tokenize for a vocabulary without rules"
