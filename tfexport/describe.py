@@ -164,9 +164,8 @@ def _certificate(path: Path) -> dict[str, Any] | None:
 
 def _proof(certificate: Mapping[str, Any] | None) -> Proof:
     """Return the proof of an import; certificates of earlier versions have no status."""
-    if certificate is None or not certificate["proven"]:
-        return proof_of(None, None)
-    return proof_of(True, str(certificate.get("author", REFERENCE)))
+    found = certificate or {"proven": False}
+    return proof_of(found["proven"] or None, str(found.get("author", REFERENCE)))
 
 
 def _inspect_graph(path: Path) -> dict[str, Any]:

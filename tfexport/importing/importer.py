@@ -404,7 +404,7 @@ class _Import:
         reason = "there are no reference outputs"
         if self.family and self.config.compare:
             try:
-                return prove(self.path, self.hf_config or {}, layout, canonical)
+                return prove(self.path, self.hf_config or {}, self.own, layout, canonical)
             except BackendError as error:
                 reason += f", and it was not compared with transformers: {error}"
         self.notes.append(f"the import is not proven: {reason}")

@@ -62,12 +62,22 @@ def test_a_wrong_switch_ends_the_import(name: str, setting: str, tmp_path: Path)
     assert not (tmp_path / "model").exists()
 
 
-def test_a_config_of_other_shapes_is_refused_and_names_the_weights(tmp_path: Path) -> None:
-    edit(published.write(tmp_path / "hf", "bart-base"), encoder_ffn_dim=64)
+@pytest.mark.parametrize(
+    ("key", "value", "weight"),
+    [
+        ("encoder_ffn_dim", 64, "encoder.layers.0.fc1"),
+        ("vocab_size", 10**12, "model.shared"),
+        ("d_model", 64, "model.shared"),
+    ],
+)
+def test_a_config_of_other_shapes_is_refused_and_names_the_weights(
+    key: str, value: int, weight: str, tmp_path: Path
+) -> None:
+    edit(published.write(tmp_path / "hf", "bart-base"), **{key: value})
     command = ["import", str(tmp_path / "hf"), "--output", str(tmp_path / "model")]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 2
-    assert "encoder.layers.0.fc1" in result.stderr
+    assert weight in result.stderr
     result = CliRunner().invoke(main, [*command, "--no-compare"])
     assert (result.exit_code, "unproven" in result.stdout) == (0, True)
 

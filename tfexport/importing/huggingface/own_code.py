@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tfexport.bundle.status import HUGGING_FACE
-from tfexport.errors import BackendError, ParityError, shortened
+from tfexport.errors import BackendError, ParityError, raise_all
 from tfexport.importing.huggingface.tokenizer import need_transformers
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.layout.layout import Layout
@@ -29,41 +29,35 @@ from tfexport.nn.eager import to_float64
 
 _SHORT = 24  # tokens of the longest padded row
 _LONG = (64, 256, LENGTHS[-1])  # tokens of the single rows, as far as the model accepts them
-_NEW_TOKENS = 16
-_ROUNDED = 1e-5  # error of folds whose results are rounded to the dtype of the weights
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _BYTES = 16  # per parameter: the checkpoint, and one model in float64
 
 
-def prove(path: Path, hf_config: Mapping[str, Any], layout: Layout, canonical: Canonical) -> Certificate:
-    """Compare logits and greedy texts with those of transformers.
-
-    Raises:
-        BackendError: transformers is not installed, or cannot run the model.
-        ParityError: Outputs differ.
-    """
-    needed = _BYTES * sum(tensor.numel() for tensor in canonical.tensors.values())
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise BackendError(f"that needs {needed} bytes of memory, this machine has {memory}")
+def prove(
+    path: Path, hf_config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: Layout, canonical: Canonical
+) -> Certificate:
+    """Compare with transformers; raise BackendError if it cannot run the model."""
     transformers = need_transformers(path)
     verbosity = transformers.utils.logging.get_verbosity()
     try:
         transformers.utils.logging.set_verbosity_error()
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
-            reference, texts, notes = _run(transformers, path, hf_config, layout, canonical.config)
+            _check_sizes(transformers, path, tensors)
+            reference, texts = _run(transformers, path, hf_config, layout, canonical.config)
+    except (BackendError, ParityError):
+        raise
     except Exception as error:
         raise BackendError(f"transformers cannot run it ({type(error).__name__}: {str(error)[:300]})") from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
     comparator, wanted = Comparator(canonical, reference), tolerance(reference)
     found = comparator.compare(canonical.config)
-    problem = "" if found.passed(wanted) else f"the {found.stage(wanted)} differs"
-    if not problem and (number := _differing_texts(comparator, reference, texts, wanted)):
-        problem = f"{number} of {len(texts)} greedy texts differ"
-    if problem:
+    differing = _differing_texts(comparator, reference, texts, wanted)
+    if differing or not found.passed(wanted):
         raise ParityError(
-            f"{path}: differs from {HUGGING_FACE}: {problem}, error {found.worst:.1e}, expected at most {wanted:.0e}"
-            f"{notes}; correct config.json or --set, or import it unproven with --no-compare"
+            f"{path}: differs from {HUGGING_FACE} in {differing} of {len(texts)} greedy texts; the error of the "
+            f"{found.stage(wanted)} is {found.worst:.1e}, expected at most {wanted:.0e}; correct config.json or --set, "
+            "or import it unproven with --no-compare"
         )
     lengths = compare_lengths(comparator, canonical, reference, found.worst, wanted)
     return Certificate(
@@ -80,15 +74,27 @@ def prove(path: Path, hf_config: Mapping[str, Any], layout: Layout, canonical: C
     )
 
 
+def _check_sizes(transformers: Any, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
+    with torch.device("meta"):
+        empty = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    problems = [
+        f"{name} is {list(tensors[name].shape)}, config.json describes {list(tensor.shape)}"
+        for name, tensor in empty.state_dict().items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    raise_all(ParityError, str(path), problems[:8], remedy="correct config.json, or import it with --no-compare")
+    needed = _BYTES * sum(parameter.numel() for parameter in empty.parameters())
+    if needed > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise BackendError(f"that needs {needed} bytes of memory, this machine has {memory}")
+
+
 def _run(
     transformers: Any, path: Path, hf_config: Mapping[str, Any], layout: Layout, config: TransformerConfig
-) -> tuple[ReferenceOutputs, Tensor, str]:
-    """Return outputs for random ids, greedy texts, and notes about the weights."""
-    options = {"local_files_only": True, "trust_remote_code": False, "weights_only": True, "dtype": torch.float32}
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "attn_implementation": "eager"}
-    model, loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, **options)
-    names = [name for name in ("missing_keys", "mismatched_keys", "unexpected_keys") if loaded[name]]
-    notes = "".join(f"; {name} {shortened(sorted(loaded[name]))}" for name in names)
+) -> tuple[ReferenceOutputs, Tensor]:
+    """Return outputs for random ids, and greedy texts."""
+    options = {**_LOCAL, "weights_only": True, "dtype": torch.float32, "attn_implementation": "eager"}
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, **options)
     # transformers 5 scales the logits of UMT5 regardless of its config.json, unlike transformers 4 and the training.
     model.config.tie_word_embeddings = hf_config.get("tie_word_embeddings", True)
     generator, pad = torch.Generator().manual_seed(0), config.tokens.pad
@@ -106,9 +112,9 @@ def _run(
     rounded = original.run(model.eval())
     to_float64(model)
     results: dict[str, Any] = original.run(model)
-    errors = [float((rounded[name] - x).abs().max() / x.abs().max()) for name, x in results.items()]
     # A family that computes parts in float32 may differ by twice its error in float32, which grows with depth.
-    baseline = max(2 * max(errors), _ROUNDED) / BASELINES if layout.baseline else 0.0
+    errors = [float((rounded[name] - x).abs().max() / x.abs().max()) for name, x in results.items()]
+    baseline = max(2 * max(errors), 1e-5) / BASELINES if layout.baseline else 0.0
     rows = []
     for lengths in dict.fromkeys(tuple(min(length, side.longest) for side in sides) for length in _LONG):
         ids = [side.draw((1, length), generator) for side, length in zip(sides, lengths, strict=True)]
@@ -117,10 +123,11 @@ def _run(
     names = ["bos_token_id", "eos_token_id", "decoder_start_token_id"]
     tokens = {name: getattr(model.generation_config, name) for name in names} | {"pad_token_id": pad}
     # With a cache, it fails for a T5 with more layers in its decoder than in its encoder.
-    settings = {"suppress_tokens": [pad], "max_new_tokens": _NEW_TOKENS, "use_cache": False}
+    settings = {"suppress_tokens": [pad], "max_new_tokens": 16, "use_cache": False}
     model.generation_config = transformers.GenerationConfig(**tokens, **settings)
     texts = model.generate(reference.source_ids, attention_mask=reference.source_mask.long())
-    return reference, texts, notes
+    model.to("meta")  # frees its memory, although the module has reference cycles
+    return reference, texts
 
 
 @torch.inference_mode()
