@@ -207,7 +207,7 @@ def test_what_recorded_texts_do_not_show_is_not_verified(tmp_path: Path) -> None
         TextSample(text=text, source_ids=tuple(user.encode(text))) for text in ("the work", "shall be the licensor")
     ]
     made = import_(path, user, TextConfig(samples=tuple(texts)))
-    assert "--tokenize words --lowercase, " in made.unverified[0]
+    assert r"--tokenize words --lowercase, --tokenize '\w+|[^\w\s]', " in made.unverified[0]
     stated = import_(path, user, TextConfig(samples=tuple(texts)), tokenize="words")
     assert not stated.unverified
     assert_same(stated, user)
@@ -300,3 +300,5 @@ def test_a_difference_names_its_step(
 def test_a_regular_expression_that_python_reads_otherwise_is_refused_at_once(split: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenize"):
         read_options(tmp_path, ImportConfig(tokenize=split), None, None, None)
+    with pytest.raises(ConfigError, match="tokenize"):
+        Tokenizers(tmp_path, tokenize=split)

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as Inner
 from tfexport._io import process
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.contract import ModelSpec
-from tfexport.errors import BundleError, CheckpointError, ParityError
+from tfexport.errors import BundleError, CheckpointError, ConfigError, ParityError
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
 from tfexport.importing.vocabulary import Side, read_tokenizer, tokenizer_error, vocabulary_size
-from tfexport.importing.words import Words, with_splits
+from tfexport.importing.words import Words, split_problem, with_splits
 from tfexport.text.compare import check_texts, fit
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
@@ -53,6 +53,10 @@ class Tokenizers:
     target_language: str | None = None
     tokenize: str | None = None
     lowercase: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokenize and (problem := split_problem(self.tokenize)):
+            raise ConfigError(problem)
 
 
 @dataclass(frozen=True)

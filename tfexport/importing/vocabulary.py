@@ -50,9 +50,8 @@ def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
 def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes | Words:
     """Read tokens with ids, or convert a vocabulary with rules to tokenizer.json.
 
-    Tokens are in JSON, a pickle, or a list: one per line, or as fairseq or OpenNMT-py write them. A list splits texts
-    at white space. If its tokens are pieces of words, the codes of subword-nmt or fastBPE, or the SentencePiece model,
-    next to it split the words. A SentencePiece model is converted, and a tokenizer.json returned unchanged.
+    Tokens are in JSON, a pickle, or a list: one per line, or as fairseq or OpenNMT-py write them. If they are pieces of
+    words, the codes of subword-nmt or fastBPE, or the SentencePiece model, next to a list split the words.
     """
     raw, limits = read_vocabulary(path), {"memory_bytes": TRIAL_MEMORY, "cpu_s": TRIAL_CPU_S}
     is_pickle = raw.startswith((b"\x80", b"PK\x03\x04"))

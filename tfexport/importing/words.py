@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,9 +36,7 @@ class Way(NamedTuple):
 
     def __str__(self) -> str:
         """Return the options that select it."""
-        return (
-            f"--tokenize {self.split if self.split in _NAMED else repr(self.split)}" + " --lowercase" * self.lowercase
-        )
+        return f"--tokenize {shlex.quote(self.split)}" + " --lowercase" * self.lowercase
 
 
 class Words(NamedTuple):

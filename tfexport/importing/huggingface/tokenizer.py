@@ -22,6 +22,7 @@ SETTINGS = "tokenizer_config.json"
 _MODELS = (SPM_BPE, "spiece.model", "tokenizer.model")
 _PARTS = ("source.spm", "target.spm", "vocab.json", "merges.txt", "vocab.txt")
 TOKENIZER_FILES = (TOKENIZER, *_MODELS, *_PARTS)  # each is enough to have a tokenizer
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 _MAX_ID = 2**21  # twice the size of any known vocabulary; each unused id costs a token
 
 
@@ -42,15 +43,13 @@ def directory_tokenizer(directory: Path, spec: ModelSpec) -> dict[str, bytes]:
         if names == (TOKENIZER,):
             raw = tokenizer_json(directory / TOKENIZER, spec)
             inner = Inner.from_str(raw.decode("utf-8"))
-            return {TOKENIZER: _dump(inner) if _add_special(inner, directory) | _clean_up(inner, directory) else raw}
-        inners = _convert(directory, names, spec)
+            if _add_special(inner, directory) | _clean_up(inner, directory, is_slow=False):
+                raw = inner.to_str(pretty=True).encode()
+            return {TOKENIZER: raw}
+        inners, is_slow = _convert(directory, names, spec), "vocab.json" in names and "merges.txt" not in names
         for inner in inners.values():
-            _clean_up(inner, directory)
-        return {name: _dump(inner) for name, inner in inners.items()}
-
-
-def _dump(inner: Inner) -> bytes:
-    return inner.to_str(pretty=True).encode()
+            _clean_up(inner, directory, is_slow=is_slow)
+        return {name: inner.to_str(pretty=True).encode() for name, inner in inners.items()}
 
 
 def _add_special(inner: Inner, directory: Path) -> bool:
@@ -69,16 +68,12 @@ def _add_special(inner: Inner, directory: Path) -> bool:
     return bool(new)
 
 
-def _clean_up(inner: Inner, directory: Path) -> bool:
+def _clean_up(inner: Inner, directory: Path, *, is_slow: bool) -> bool:
     """Remove spaces before punctuation as tokenizer_config.json states."""
-    if read_json_object(directory / SETTINGS).get("clean_up_tokenization_spaces") is not True:
+    is_set = read_json_object(directory / SETTINGS).get("clean_up_tokenization_spaces") is True
+    if not is_set or (type(inner.model).__name__ == "BPE" and not is_slow):
         return False
-    # Fast tokenizers leave out byte-pair encoding; those of Marian and M2M100 are slow.
-    has = {name: (directory / name).is_file() for name in (TOKENIZER, "vocab.json", "merges.txt")}
-    if type(inner.model).__name__ == "BPE" and (has[TOKENIZER] or has["merges.txt"] or not has["vocab.json"]):
-        return False
-    steps = [decoders.Replace(f" {text}", text) for text in (".", "?", "!", ",")]
-    steps += [decoders.Replace(" ' ", "'"), *(decoders.Replace(f" {t}", t) for t in ("n't", "'m", "'s", "'ve", "'re"))]
+    steps = [decoders.Replace(old, old.strip()) for old in _CLEANED]
     inner.decoder = decoders.Sequence([inner.decoder or decoders.WordPiece(cleanup=False), decoders.Fuse(), *steps])
     return True
 
