@@ -10,7 +10,7 @@ import itertools
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -94,7 +94,7 @@ class Family:
     layout: Callable[[Mapping[str, Any]], str]  # name of the built-in layout for a config.json
     settings: Callable[[Reader, Collection[str]], dict[str, Value]]  # reads switches, also from the keys of weights
     tokenizers: tuple[str, ...]  # class names in transformers; a directory may name none, then the first one
-    defaults: Mapping[str, Any]  # values that a config.json may leave out
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values that a config.json may leave out
     base: str = "model."  # prefix of the weights, missing in files of the model without its head
     head: str = "lm_head.weight"
     is_tied: bool = False  # the head may be missing, regardless of config.json

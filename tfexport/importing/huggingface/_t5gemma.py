@@ -62,6 +62,4 @@ def _longest(reader: Reader) -> int:
     return min(length, reader.whole("sliding_window")) if "sliding_attention" in kinds else length
 
 
-FAMILIES = (
-    Family("t5gemma", lambda _: "hf_t5gemma", _settings, ("GemmaTokenizer",), {}, head="lm_head.out_proj.weight"),
-)
+FAMILIES = (Family("t5gemma", lambda _: "hf_t5gemma", _settings, ("GemmaTokenizer",), head="lm_head.out_proj.weight"),)

@@ -27,7 +27,6 @@ from tfexport.importing.reference.outputs import ReferenceOutputs, draw_batch
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.eager import to_float64
 
-_SHORT = 24  # tokens of the longest padded row
 _LONG = (64, 256, LENGTHS[-1])  # tokens of the single rows, as far as the model accepts them
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _BYTES = 16  # per parameter: the checkpoint, and one model in float64
@@ -99,7 +98,7 @@ def _run(
     model.config.tie_word_embeddings = hf_config.get("tie_word_embeddings", True)
     generator, pad = torch.Generator().manual_seed(0), config.tokens.pad
     limits = (config.source_vocab, config.max_source_length), (config.target_vocab or 0, config.max_target_length or 0)
-    sides = [IdRange(vocab, pad, min(_SHORT, most), most) for vocab, most in limits]
+    sides = [IdRange(vocab, pad, min(24, most), most) for vocab, most in limits]
     inputs: dict[str, Any] = {}
     for name, side in zip(("source", "target"), sides, strict=True):
         inputs[f"{name}_ids"], inputs[f"{name}_mask"] = draw_batch(side.vocab, side.short, pad, generator)
@@ -115,10 +114,9 @@ def _run(
     # A family that computes parts in float32 may differ by twice its error in float32, which grows with depth.
     errors = [float((rounded[name] - x).abs().max() / x.abs().max()) for name, x in results.items()]
     baseline = max(2 * max(errors), 1e-5) / BASELINES if layout.baseline else 0.0
-    rows = []
-    for lengths in dict.fromkeys(tuple(min(length, side.longest) for side in sides) for length in _LONG):
-        ids = [side.draw((1, length), generator) for side, length in zip(sides, lengths, strict=True)]
-        rows.append(run_row(partial(original.run_row, model), ids))
+    lengths = dict.fromkeys(tuple(min(length, side.longest) for side in sides) for length in _LONG)
+    ids = [[side.draw((1, n), generator) for side, n in zip(sides, both, strict=True)] for both in lengths]
+    rows = [run_row(partial(original.run_row, model), each) for each in ids]
     reference = ReferenceOutputs(**inputs, **results, baseline=baseline, long=tuple(row for row in rows if row))
     names = ["bos_token_id", "eos_token_id", "decoder_start_token_id"]
     tokens = {name: getattr(model.generation_config, name) for name in names} | {"pad_token_id": pad}

@@ -115,8 +115,7 @@ def need_transformers(path: Path) -> Any:
     try:
         import transformers
     except ImportError as error:
-        command = install_command("transformers")
-        raise BackendError(f"{path}: needs the package transformers; run: {command}") from error
+        raise BackendError(f"{path}: transformers is not installed; {install_command('transformers')}") from error
     return transformers
 
 
