@@ -132,7 +132,7 @@ VARIANTS = {
     ),
     "modern": config(
         encoder={"norm_place": "sandwich", "final_norm": True, "num_kv_heads": 2},
-        decoder={"norm_place": "pre", "final_norm": True, "num_kv_heads": 1},
+        decoder={"norm_place": "pre", "final_norm": True, "num_kv_heads": 1, "parallel": "cross"},
         norm="rms",
         norm_bias=False,
         qk_norm="head",
@@ -142,6 +142,8 @@ VARIANTS = {
         rotary_base=500.0,
         rotary_dim=4,
         rotary_pairs="interleaved",
+        rotary_scaling="llama3",
+        rotary_original_length=16,
         rotary_cross=True,
         logit_softcap=4.0,
         attention_bias=False,

@@ -36,6 +36,9 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
     assert written["text"].pop("end") is None  # later versions record it, and what follows
     for part in (written["spec"], written["config"]):
         assert [part.pop(name) for name in ("head", "labels", "pooling")] == ["none", [], "mean"]
+    scaling = [written["config"].pop(f"rotary_{name}") for name in ("scaling", "factor", "original_length")]
+    assert scaling == ["none", 8.0, 8192]
+    assert {written["config"][side].pop("parallel") for side in ("encoder", "decoder")} == {"none"}
     assert written == expected
     assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest
     assert manifest.identity.given() == {"name": "dates", "license": "Apache-2.0"}

@@ -49,6 +49,17 @@ FOREIGN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
         LlamaAttention, LlamaRotaryEmbedding, {"rotary_base": 500.0},
     ),
+    "llama 3.1": (
+        LlamaConfig(**SIZES, rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        }),
+        LlamaAttention, LlamaRotaryEmbedding, {"rotary_scaling": "llama3", "rotary_original_length": 64},
+    ),
+    "llama, scaled linearly": (
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}),
+        LlamaAttention, LlamaRotaryEmbedding, {"rotary_scaling": "linear", "rotary_factor": 3.0},
+    ),
     "glm: half of each head, interleaved": (
         GlmConfig(**SIZES), GlmAttention, GlmRotaryEmbedding, {"rotary_dim": 4, "rotary_pairs": "interleaved"},
     ),
@@ -112,9 +123,10 @@ def test_attention_equals_that_of_transformers(name: str) -> None:
     x = 3 * torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     positions = torch.arange(9)[None]
     causal = torch.zeros(9, 9, dtype=torch.float64).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
-    rotary = Rotary(
-        changes.get("rotary_base", 1e4), changes.get("rotary_dim", 8), 8, changes.get("rotary_pairs", "halves")
-    )
+    usual = {"base": 1e4, "dim": 8, "pairs": "halves", "scaling": "none", "factor": 8.0, "original_length": 8192}
+    usual = {"base": 1e4, "dim": 8, "pairs": "halves", "scaling": "none", "factor": 8.0, "original_length": 8192}
+    base, dim, pairs, *scaling = (changes.get(f"rotary_{name}", value) for name, value in usual.items())
+    rotary = Rotary(base, dim, 8, pairs, (scaling[0], scaling[1], scaling[2]))
     with torch.no_grad():
         expected, _ = theirs(
             hidden_states=x,
@@ -239,6 +251,7 @@ def test_equals_a_model_by_hand(base: float, dim: int) -> None:
     """Queries and keys of cross-attention are rotated too."""
     side = {"norm_place": "pre", "final_norm": True, "num_kv_heads": 2}
     plain = replace(tiny.VARIANTS["modern"], qk_norm="none", logit_softcap=0.0, rotary_base=base, rotary_dim=dim)
+    plain = replace(plain, rotary_scaling="none")
     config = replace(plain, encoder=tiny.config(encoder=side).encoder, decoder=tiny.config(decoder=side).decoder)
     model, batch = tiny.model(config), tiny.batch()
     with torch.no_grad():

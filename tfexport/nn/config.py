@@ -13,10 +13,12 @@ from tfexport.nn.switches import (
     FeedForward,
     Norm,
     NormPlace,
+    Parallel,
     Positions,
     QkNorm,
     RelativeBias,
     RotaryPairs,
+    RotaryScaling,
     Value,
 )
 from tfexport.precision import Precision
@@ -36,8 +38,11 @@ class StackConfig(Config, subject="stack"):
     d_v: Annotated[Size | None, Help("width of a head's values; None: d_model / num_heads")] = None
     num_kv_heads: Annotated[Heads | None, Help("neighboring heads share keys and values; None: num_heads")] = None
     residual_scale: Annotated[float, Help("factor on x in the residual sum")] = 1.0
+    parallel: Annotated[Parallel, Help("attention that reads the same x as the feed-forward network")] = "none"
 
     def _problems(self) -> Iterator[str]:
+        if self.parallel != "none" and self.norm_place == "post":
+            yield f"parallel is {self.parallel}, which needs another norm_place than post; change one of them"
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
             shared = f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads {self.num_heads}"
             yield f"{shared}; change one of them"
@@ -80,6 +85,9 @@ class TransformerConfig(Config, subject="model"):
     )
     rotary_base: Annotated[float, Help("pair i is rotated by position · base^(−2i / dim), in float32")] = 10000.0
     rotary_dim: Annotated[Size | None, Help("number of rotated columns of a head, from the first; None: d_k")] = None
+    rotary_scaling: Annotated[RotaryScaling, Help("divide all frequencies, or slow ones as in Llama 3")] = "none"
+    rotary_factor: Annotated[float, Ge(1), Help("divisor of frequencies")] = 8.0
+    rotary_original_length: Annotated[Size, Help("`llama3` divides frequencies below 1 to 4 turns in it")] = 8192
     rotary_pairs: Annotated[RotaryPairs, Help("pairs are i and i + dim/2, or 2i and 2i + 1")] = "halves"
     rotary_cross: Annotated[bool, Help("rotate queries and keys of cross-attention too")] = False
     embedding_scale: Annotated[float, Help("factor on token embeddings; √d_model in the paper")] = 1.0
@@ -177,7 +185,8 @@ class TransformerConfig(Config, subject="model"):
             return name == "pooling" and self.head == "sequence"
         if self.decoder is None and switch.acts in ("cross-attention", "output"):
             return False
-        return switch.where is None or getattr(self, switch.where[0]) in switch.where[1]
+        other, values = switch.where or ("", ())
+        return not other or (getattr(self, other) in values and self.uses(other))
 
     def stack(self, side: Side) -> StackConfig:
         """Return the configuration of one side."""

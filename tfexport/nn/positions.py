@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tfexport.nn.switches import RotaryPairs
+from tfexport.nn.switches import RotaryPairs, RotaryScaling
 
 
 def sinusoid_table(length: int, d_model: int) -> Tensor:
@@ -80,19 +80,29 @@ class Rotation:
         return x * self.cos + x.index_select(-1, self.partners) * self.sin
 
 
+Scaling = tuple[RotaryScaling, float, int]  # kind, factor, original length
+UNSCALED: Scaling = "none", 1.0, 1
+
+
 class Rotary:
     """Rotary positions (RoFormer, arXiv:2104.09864), without parameters.
 
     Pairs of columns are rotated by position · frequency. A pair is columns 2i and 2i + 1, or column i of each half.
-    Columns after the first `dim` of a head do not change.
+    Columns after the first `dim` of a head do not change. Scaling is that of transformers, with low_freq_factor 1 and
+    high_freq_factor 4.
     """
 
-    def __init__(self, base: float, dim: int, head_dim: int, pairs: RotaryPairs) -> None:
+    def __init__(self, base: float, dim: int, head_dim: int, pairs: RotaryPairs, scaling: Scaling = UNSCALED) -> None:
+        kind, factor, original_length = scaling
         with torch.device("cpu"):
             half = torch.arange(dim // 2)
             first, second = (2 * half, 2 * half + 1) if pairs == "interleaved" else (half, half + dim // 2)
             # float32, as in other implementations: models were trained with these rounded frequencies.
             frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+            if kind != "none":
+                turns = original_length / (2 * math.pi / frequency)
+                share = ((turns - 1) / 3).clamp(0, 1) if kind == "llama3" else 0.0  # of frequencies that are kept
+                frequency = (1 - share) * frequency / factor + share * frequency
             frequencies, partners = torch.zeros(head_dim), torch.arange(head_dim)
             frequencies[first], frequencies[second] = -frequency, frequency
             partners[first], partners[second] = second, first

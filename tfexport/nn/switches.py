@@ -6,6 +6,7 @@ Real implementations differ in these settings, and tensor names and shapes do no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from tfexport.contract import Head, Pooling
@@ -14,6 +15,7 @@ Value = bool | int | float | str | None
 Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "attention", "cross-attention", "output"]
 
 NormPlace = Literal["post", "pre", "sandwich"]
+Parallel = Literal["none", "self", "cross"]
 Norm = Literal["layernorm", "std", "rms"]
 Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "quick_gelu", "relu2"]
 QkNorm = Literal["none", "head", "all"]
@@ -21,6 +23,7 @@ FeedForward = Literal["mlp", "glu"]
 RelativeBias = Literal["none", "t5", "t5_per_layer", "alibi"]
 Positions = Literal["table", "none", "rotary"]
 RotaryPairs = Literal["halves", "interleaved"]
+RotaryScaling = Literal["none", "linear", "llama3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +51,12 @@ class Switch:
 
 
 _ROTARY = ("positions", ("rotary",))
+_LENGTHS = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16)  # of texts before positions were scaled
+_rotary = partial(Switch, acts="positions", where=_ROTARY, rare=True)
 
 SWITCHES: dict[str, Switch] = {
     "norm_place": Switch(values=get_args(NormPlace), acts="residual", per_side=True, search=("post", "pre")),
+    "parallel": Switch(values=get_args(Parallel), acts="residual", default="none", per_side=True),
     "final_norm": Switch(values=bool, acts="norm", default=False, per_side=True),
     "embedding_norm": Switch(values=bool, acts="embedding", default=False),
     "norm": Switch(values=get_args(Norm), acts="norm", search=get_args(Norm)),
@@ -66,15 +72,14 @@ SWITCHES: dict[str, Switch] = {
     ),
     "residual_scale": Switch(values=float, acts="residual", default=1.0, per_side=True),
     "positions": Switch(values=get_args(Positions), acts="positions", default="table"),
-    "rotary_base": Switch(
-        values=float, acts="positions", default=10000.0, search=(10000.0, 500000.0, 1000000.0), where=_ROTARY, rare=True
+    "rotary_base": _rotary(values=float, default=10000.0, search=(10000.0, 500000.0, 1000000.0)),
+    "rotary_dim": _rotary(values=int, default="d_k", search=("d_k", "d_k / 2")),
+    "rotary_scaling": _rotary(values=get_args(RotaryScaling), default="none", search=get_args(RotaryScaling)),
+    "rotary_factor": _rotary(
+        values=float, default=8.0, search=(8.0, 4.0, 2.0, 16.0, 32.0), where=("rotary_scaling", ("linear", "llama3"))
     ),
-    "rotary_dim": Switch(
-        values=int, acts="positions", default="d_k", search=("d_k", "d_k / 2"), where=_ROTARY, rare=True
-    ),
-    "rotary_pairs": Switch(
-        values=get_args(RotaryPairs), acts="positions", default="halves", search=get_args(RotaryPairs), where=_ROTARY
-    ),
+    "rotary_original_length": _rotary(values=int, default=8192, search=_LENGTHS, where=("rotary_scaling", ("llama3",))),
+    "rotary_pairs": _rotary(values=get_args(RotaryPairs), default="halves", search=get_args(RotaryPairs), rare=False),
     "rotary_cross": Switch(values=bool, acts="cross-attention", default=False, search=(False, True), where=_ROTARY),
     "embedding_scale": Switch(values=float, acts="embedding", default=1.0, search=("sqrt(d_model)", 1.0)),
     "attention_scale": Switch(

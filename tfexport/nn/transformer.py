@@ -8,6 +8,7 @@ State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`, `.emb
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from tfexport.nn.config import Side, TransformerConfig
 from tfexport.nn.layers import FeedForward, LayerNorm
 from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
 
+_rotary = functools.lru_cache(maxsize=256)(Rotary)
 _INITIALIZERS = {nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_}
 
 
@@ -35,7 +37,7 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, side: Side) -> None:
         super().__init__()
         stack = config.stack(side)
-        self.norm_place = stack.norm_place
+        self.norm_place, self.parallel = stack.norm_place, stack.parallel
         is_sandwich = stack.norm_place == "sandwich"
         self.residual_scale = stack.residual_scale
         self.dropout = nn.Dropout(config.dropout)
@@ -51,16 +53,20 @@ class Block(nn.Module):
         self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5_per_layer" else None
         self.ffn = FeedForward(config, stack.d_ff)
 
-    def residual(
-        self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: LayerNorm, post_norm: LayerNorm | None
-    ) -> Tensor:
-        """Add `sublayer(x)` to `x` [tokens, d_model], with the norms at their places."""
-        if self.norm_place == "post":
-            return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
-        y = sublayer(norm(x))
-        if self.norm_place == "sandwich" and post_norm is not None:
-            y = post_norm(y)
-        return self.residual_scale * x + self.dropout(y)  # type: ignore[no-any-return]
+    def residual(self, x: Tensor, *attentions: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add attentions and the feed-forward network to `x` [tokens, d_model], with the norms at their places."""
+        groups = [[place] for place in range(len(attentions) + 1)]
+        if (place := ("self", "cross", "none").index(self.parallel)) < len(attentions):
+            groups[place] += groups.pop()
+        sublayers: tuple[Callable[[Tensor], Tensor], ...] = (*attentions, self.ffn)
+        for group in groups:
+            y = self.residual_scale * x
+            for number in group:
+                norm, post_norm = getattr(self, f"norm{number + 1}"), getattr(self, f"post_norm{number + 1}")
+                added = sublayers[number](x if self.norm_place == "post" else norm(x))
+                y = y + self.dropout(post_norm(added) if self.norm_place == "sandwich" else added)
+            x = norm(y) if self.norm_place == "post" else y
+        return x
 
 
 class Stack(nn.Module):
@@ -85,7 +91,8 @@ class Stack(nn.Module):
         """Set up rotary positions and ALiBi, which have no parameters."""
         stack, width = config.stack(side), config.d_k(side)
         dim, is_rotary = config.rotary_dim or width, config.positions == "rotary"
-        self.rotary = Rotary(config.rotary_base, dim, width, config.rotary_pairs) if is_rotary else None
+        scaling = config.rotary_scaling, config.rotary_factor, config.rotary_original_length
+        self.rotary = _rotary(config.rotary_base, dim, width, config.rotary_pairs, scaling) if is_rotary else None
         self.alibi = Alibi(stack.num_heads) if config.relative_bias == "alibi" else None
 
     def embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -229,8 +236,7 @@ class Transformer(nn.Module):
         x = enc.embed_tokens(source_ids, positions)
         for i, block in enumerate(enc.blocks):
             attend = partial(block.self, cache=source, layer=i, bias=biases[i], rotation=rotation)
-            x = block.residual(x, attend, block.norm1, block.post_norm1)
-            x = block.residual(x, block.ffn, block.norm2, block.post_norm2)
+            x = block.residual(x, attend)
         return x if enc.norm is None else enc.norm(x)
 
     def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
@@ -242,9 +248,7 @@ class Transformer(nn.Module):
         for i, block in enumerate(dec.blocks):
             attend = partial(block.self, cache=cache, layer=i, bias=biases[i], rotation=rotation)
             attend_source = partial(block.cross.attend_source, cross=cross, layer=i, rotation=cross_rotation)
-            x = block.residual(x, attend, block.norm1, block.post_norm1)
-            x = block.residual(x, attend_source, block.norm2, block.post_norm2)
-            x = block.residual(x, block.ffn, block.norm3, block.post_norm3)
+            x = block.residual(x, attend, attend_source)
         return x if dec.norm is None else dec.norm(x)
 
     def _project(self, x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ SUPPORTED: Supported = {
     **dict.fromkeys(("attention_bias", "attention_scale", "attention_softcap")),
     **dict.fromkeys(("relative_buckets", "relative_max_distance")),
     **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
+    **dict.fromkeys(("rotary_scaling", "rotary_factor", "rotary_original_length")),
 }
 
 

@@ -169,6 +169,7 @@ OPERATIONS = {
     "rows": Operation(_rows, "list"),
     "zero_row": Operation(_zero_row, "whole"),
     "append_zero_row": Operation(lambda x, _: _joined((x, torch.zeros_like(x[:1])), 0)),
+    "copy": Operation(lambda x, context: [x] * context.parts, shape="splits"),
     "split_rows": Operation(_split_rows, "list?", "splits"),
     "split_heads": Operation(_split_heads, shape="splits"),
     "join_rows": Operation(lambda tensors, _: _join(tensors, 0), shape="joins"),

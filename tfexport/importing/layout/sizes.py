@@ -146,6 +146,7 @@ def _stack(
         norm_place=place,  # type: ignore[arg-type]  # the layout has checked it
         final_norm=bool(layout.switch("final_norm", side)),
         residual_scale=_number("residual_scale", layout.switch("residual_scale", side), sizes, problems),
+        parallel=layout.switch("parallel", side),  # type: ignore[arg-type]  # likewise
         d_k=None if is_plain else d_k,
         d_v=None if is_plain else d_v,
         num_kv_heads=None if kv_heads == heads else kv_heads,
@@ -210,7 +211,9 @@ def options(config: TransformerConfig) -> dict[str, tuple[Value, ...]]:
     # Kinds of positions without a tensor, possible if no tensor shows another kind.
     is_free = config.positions != "table" and config.relative_bias in ("none", "alibi")
     if is_free:
-        found["positions"] = ("none", "rotary")
+        found["positions"] = (config.positions, *({"none", "rotary"} - {config.positions}))
+    if config.rotary_scaling == "none":  # the search tries others
+        found.pop("rotary_scaling", None)
     if is_free or config.relative_bias == "alibi":
         found["relative_bias"] = ("none", "alibi")
     for name, place in config.switches().items():

@@ -140,6 +140,7 @@ class Comparator:
         elif reference.head == "sequence":
             expected, keep = expected[:, None], keep[:, :1]
         self.keep, self.expected = keep, expected
+        self.known: dict[TransformerConfig, Comparison] = {}  # of a search
         self.scale = float(expected[keep].abs().max())
 
     @torch.inference_mode()
@@ -202,7 +203,7 @@ def _build(canonical: Canonical) -> Transformer:
 
 
 def _set_switches(model: Transformer, config: TransformerConfig) -> None:
-    model.config = config
+    before, model.config = model.config, config
     sides: list[tuple[Side, Stack | None, StackConfig | None]] = [
         ("encoder", model.enc, config.encoder),
         ("decoder", model.dec, config.decoder),
@@ -212,16 +213,19 @@ def _set_switches(model: Transformer, config: TransformerConfig) -> None:
             continue
         stack.embedding_scale = config.embedding_scale
         stack.set_positions(config, side)
-        for block in stack.blocks:
-            block.norm_place, block.residual_scale = sizes.norm_place, sizes.residual_scale
-            block.ffn.kind = config.activation
+        scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale
+        for block in stack.blocks:  # `vars`, because modules take long to set an attribute
+            own = vars(block)
+            own["norm_place"], own["residual_scale"] = sizes.norm_place, sizes.residual_scale
+            own["parallel"], vars(block.ffn)["kind"] = sizes.parallel, config.activation
             for attention in (block.self, block.cross) if side == "decoder" else (block.self,):
-                attention.num_heads, attention.num_kv_heads = sizes.num_heads, config.num_kv_heads(side)
-                attention.softcap, attention.qk_norm = config.attention_softcap, config.qk_norm
-                attention.scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale
-    for module in model.modules():
-        if isinstance(module, LayerNorm):
-            module.kind, module.eps = config.norm, config.norm_eps
+                own = vars(attention)
+                own["num_heads"], own["num_kv_heads"] = sizes.num_heads, config.num_kv_heads(side)
+                own["scale"], own["softcap"], own["qk_norm"] = scale, config.attention_softcap, config.qk_norm
+    if (before.norm, before.norm_eps) != (config.norm, config.norm_eps):
+        for module in model.modules():
+            if isinstance(module, LayerNorm):
+                module.kind, module.eps = config.norm, config.norm_eps
 
 
 @contextmanager
