@@ -142,6 +142,35 @@ def test_sides_that_are_too_long_together_are_compared_alone(tmp_path: Path) -> 
     assert [row.lengths for row in reference.long] == [(16, 16), (33, 7), (9, 31)]
 
 
+@pytest.mark.parametrize(("error", "is_noted"), [(IndexError("17"), False), (KeyError("cache"), True)])
+def test_an_error_that_is_no_length_limit_is_unverified(error: Exception, is_noted: bool, tmp_path: Path) -> None:
+    def forward(model: Any, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        if source.shape[1] > 16:
+            raise error
+        return model(source, mask, target)
+
+    model = notebook()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    sizes = {"source_vocab": 31, "target_vocab": 31, "heads": 6}
+    reference = record_reference(model, forward, tmp_path / "reference", pad_source=PAD, start=START, end=END, **sizes)
+    assert max(row.lengths[0] for row in reference.long) == 16
+    assert read_reference(tmp_path / "reference").long_error == reference.long_error
+    certificate = import_(tmp_path).certificate
+    assert (
+        any(line == "longer rows: 17 and 7 tokens ended with KeyError: 'cache'" for line in certificate.unverified)
+        == is_noted
+    )
+
+
+def test_sides_of_equal_length_grow_together(tmp_path: Path) -> None:
+    def forward(model: Any, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        return model(source, mask, target) + torch.zeros(source.shape[1], 1)
+
+    sizes = {"source_vocab": 31, "target_vocab": 31, "source_len": 7, "target_len": 7}
+    reference = record_reference(notebook(), forward, tmp_path / "reference", **sizes)
+    assert [row.lengths for row in reference.long] == [(16, 16), (24, 24)]
+
+
 DAMAGE: dict[str, tuple[dict[str, Tensor], str]] = {
     "unknown part": ({"long.0.labels": torch.zeros(1)}, "long row 0 has"),
     "no number": ({"long.x.outputs": torch.zeros(1)}, "long row x has"),

@@ -142,6 +142,7 @@ def certify(
     ]
     unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
     unverified += uncompared(canonical.config, source_tokens, target_tokens)
+    unverified += [f"longer rows: {reference.long_error}"] if reference.long_error else []
     lines = {}
     for use in canonical.lines:
         errors = [tensors.get(_kind(name), 0.0) for name in use.targets]
@@ -209,7 +210,6 @@ def _switch_changes(
 
 
 def _values(config: TransformerConfig) -> dict[str, Value]:
-    """Return the switches, with the numbers that replace None."""
     return {
         **config.switches(),
         "attention_scale": config.attention_scale or config.d_k("encoder") ** -0.5,
@@ -232,7 +232,6 @@ def _heads(config: TransformerConfig) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _disturbed(members: Sequence[Tensor], comparator: Comparator, config: TransformerConfig) -> float:
-    """Return the error that noise on these tensors causes, then restore them."""
     originals = [member.detach().clone() for member in members]
     generator = torch.Generator().manual_seed(0)
     for member in members:

@@ -5,6 +5,7 @@ A short batch cannot show a sliding window, clamped positions, or rotary positio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -17,6 +18,10 @@ from tfexport.errors import CheckpointError, raise_all
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)  # and the limits of the model
 LONG = "long."  # prefix of the tensors in a reference file
 _KEPT = 4  # positions of each row whose outputs are kept
+# Words in errors about rows that are too long.
+_TOO_LONG = re.compile("length|long|size|shape|index|range|bound|dimension|position|exceed|match", re.IGNORECASE)
+# Words in errors about rows that are too long.
+_TOO_LONG = re.compile("length|long|size|shape|index|range|bound|dimension|position|exceed|match", re.IGNORECASE)
 Run = Callable[..., object]
 
 
@@ -71,18 +76,20 @@ class IdRange(NamedTuple):
 
 def record_rows(
     run: Run, sides: Sequence[IdRange], generator: torch.Generator, first_target: int | None = None
-) -> tuple[LongRow, ...]:
+) -> tuple[tuple[LongRow, ...], str | None]:
     """Run rows of growing length, up to the longest that the model accepts.
 
     `run` gets ids of each of `sides`, int64 [1, length], and returns outputs [1, length of the last side, width]. The
-    first target id is `first_target` if the decoder starts without a token.
+    first target id is `first_target` if the decoder starts without a token. Also returns the last error that does not
+    look like a length limit.
     """
+    errors: list[str] = []
 
     def row(lengths: Sequence[int]) -> LongRow | None:
         ids = [side.draw((1, length), generator) for side, length in zip(sides, lengths, strict=True)]
         if first_target is not None and len(ids) > 1:
             ids[1][:, 0] = first_target
-        return run_row(run, ids)
+        return run_row(run, ids, errors)
 
     short = [side.short for side in sides]
     singles = []
@@ -92,12 +99,15 @@ def record_rows(
             return row([*short[:number], length, *short[number + 1 :]]) is not None
 
         singles.append(_longest(accepts, side.short, side.longest))
+    if singles == short and len({*short}) == 1:  # the lengths of both sides have to be equal
+        most = min(side.longest for side in sides)
+        singles = [_longest(lambda length: row([length] * len(sides)) is not None, short[0], most)] * len(sides)
     several = [length for length in LENGTHS if length < max(singles)] + [max(singles)]
     wanted = dict.fromkeys(tuple(min(length, most) for most in singles) for length in several)
     rows = [row(lengths) for lengths in wanted if any(n > m for n, m in zip(lengths, short, strict=True))]
     if rows and rows[-1] is None:  # both sides together are too long
         rows += [row([*short[:i], most, *short[i + 1 :]]) for i, most in enumerate(singles) if most > short[i]]
-    return tuple(one for one in rows if one is not None)
+    return tuple(one for one in rows if one is not None), errors[-1] if errors else None
 
 
 def write_rows(rows: Sequence[LongRow]) -> dict[str, Tensor]:
@@ -127,11 +137,14 @@ def read_rows(tensors: Mapping[str, Tensor]) -> tuple[LongRow, ...]:
     return tuple(LongRow(**parts[number]) for number in sorted(parts, key=int))
 
 
-def run_row(run: Run, ids: Sequence[Tensor]) -> LongRow | None:
-    """Return a row with its outputs, or None if the model refuses its length."""
+def run_row(run: Run, ids: Sequence[Tensor], others: list[str] | None = None) -> LongRow | None:
+    """Return a row, or None if the model refuses its length; add errors that look unlike a limit to `others`."""
     try:
         outputs = run(*ids)
-    except Exception:  # noqa: BLE001 - models refuse long rows with any error
+    except Exception as error:  # noqa: BLE001 - models refuse long rows with any error
+        if others is not None and not (isinstance(error, IndexError) or _TOO_LONG.search(str(error))):
+            lengths = " and ".join(str(one.shape[1]) for one in ids)
+            others.append(f"{lengths} tokens ended with {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return None
     length = ids[-1].shape[1]
     if isinstance(outputs, Tensor) and outputs.dim() == 2:  # of a pooled head

@@ -39,7 +39,7 @@ STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
 _INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
 _FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}  # names in older files
 _MAX_BYTES = 1024**3  # of inputs and outputs, without the state dict
-_NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float}
+_PLAIN: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float, "long_error": str}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,7 @@ class ReferenceOutputs:
     tokens: Mapping[str, int] = field(default_factory=dict)  # ids of pad, start and eos, as far as given
     weights: Mapping[str, str] = field(default_factory=dict, repr=False)  # checksums of the model's own tensors
     long: tuple[LongRow, ...] = field(default=(), repr=False)  # up to the length limits of the model
+    long_error: str | None = None  # that ended longer rows and does not look like a length limit
     file: FileEntry | None = None
 
     def __post_init__(self) -> None:
@@ -240,6 +241,7 @@ def record_reference(
         sides.append(IdRange(target_vocab, pad_target, target_len, max_target_len))
         first_target = pad_target if bool((inputs["target_ids"][:, 0] == pad_target).all()) else None
     baseline = original.baseline(randomized, results)
+    long, long_error = record_rows(partial(original.run_row, randomized), sides, generator, first_target)
     reference = ReferenceOutputs(
         **inputs,
         **results,
@@ -253,7 +255,8 @@ def record_reference(
         text=None if texts is None else record_texts(own, forward, texts, source_vocab, target_vocab),
         tokens=tokens,
         weights=tensor_sums(model.state_dict()),
-        long=record_rows(partial(original.run_row, randomized), sides, generator, first_target),
+        long=long,
+        long_error=long_error,
         file=None,
     )
     write_reference(reference, path)
@@ -268,7 +271,7 @@ def write_reference(reference: ReferenceOutputs, path: Path) -> None:
         tensors |= {prefix + name: tensor for name, tensor in more.items()}
     # safetensors cannot store tensors that share memory.
     stored = {name: x.detach().contiguous().clone() for name, x in tensors.items() if x is not None}
-    metadata = {name: str(value) for name in _NUMBERS if (value := getattr(reference, name)) is not None}
+    metadata = {name: str(value) for name in _PLAIN if (value := getattr(reference, name)) is not None}
     metadata["compute_dtype"] = "float64"
     if reference.state:
         metadata["state_order"] = "\n".join(reference.state)
@@ -336,9 +339,9 @@ def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> Non
 
 def _read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     found, problems = dict[str, Any](), list[str]()
-    for name in [name for name in (*_NUMBERS, "text", "tokens", "weights") if name in metadata]:
+    for name in [name for name in (*_PLAIN, "text", "tokens", "weights") if name in metadata]:
         try:
-            found[name] = _NUMBERS[name](metadata[name]) if name in _NUMBERS else parse_json(metadata[name].encode())
+            found[name] = _PLAIN[name](metadata[name]) if name in _PLAIN else parse_json(metadata[name].encode())
         except ValueError as error:
             problems.append(f"{name} is {shortened(metadata[name])} ({error})")
     weights = found.get("weights", {})
