@@ -17,7 +17,7 @@ from tfexport.errors import CheckpointError
 from tfexport.importing._buffers import is_causal_mask, is_position_table
 from tfexport.importing.detect import _keys
 from tfexport.importing.detect._keys import Layers, Part, Shape
-from tfexport.importing.detect._layers import FAR, LIKELY, POSSIBLE, Choice, Layer, Reading, Style, read_layer
+from tfexport.importing.detect._layers import LIKELY, POSSIBLE, Choice, Layer, Reading, Style, read_layer
 from tfexport.importing.detect._outside import Outside, target_of
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.layout.ops import SINUSOIDS
@@ -25,7 +25,7 @@ from tfexport.importing.reference.outputs import ReferenceOutputs
 from tfexport.nn.switches import Value
 
 # Lines of norm gains, of position tables, and of weights whose output is added to the residual stream.
-_GAIN, _TABLE = re.compile(r" -> \S*norm\d?\.weight"), re.compile(r" -> \S*\.pos\b")
+_GAIN, _TABLE = re.compile(r" -> \S*norm\d?\]?\.weight"), re.compile(r" -> \S*\.pos\b")
 _ADDED = re.compile(r" -> \S*\.(self\.o|cross\.o|ffn\.fc2)\.")
 # Common factors in residual sums: on x, on the added output, on both.
 _ON_X, _ON_ADDED, _ON_BOTH = (0.5, 2.0), (0.5, 0.1), math.sqrt(0.5)
@@ -198,12 +198,15 @@ class _Outline:
             pairs = zip(self.sides, factors, strict=True)
             return _and(draft, cost, {f"{side}.residual_scale": factor for side, factor in pairs})
 
+        places = {f"{side}.norm_place": "pre" for side in self.sides}
+        parallel = [{"enc.parallel": "self", "dec.parallel": kind} for kind in ("self", "cross")]
         both = _with_fold(draft, _ADDED, f"mul {_ON_BOTH!r}", _UNUSUAL)
         return [
             *(scaled(draft, (factor,) * len(counts), _UNUSUAL) for factor in _ON_X),
             scaled(draft, deep, _UNUSUAL),
             *(_with_fold(draft, _ADDED, f"mul {factor!r}", _UNUSUAL) for factor in _ON_ADDED),
             scaled(both, (_ON_BOTH,) * len(counts), 0),
+            *(_and(draft, _UNUSUAL, places | kinds) for kinds in parallel if len(counts) == 2),
         ]
 
     def _are_gains_around_zero(self) -> bool:
@@ -231,7 +234,7 @@ class _Outline:
         has_bias = any(part.bias for found in self.sides.values() for part in found.parts if part.is_vector)
         if not has_bias or any(_keys.ROTARY.intersection(_keys.words(key)) for key in self.tensors):
             return (_ROTARY, *readings)
-        return (*readings, replace(_ROTARY, cost=FAR))
+        return tuple(sorted((*readings, replace(_ROTARY, cost=POSSIBLE / 2)), key=lambda reading: reading.cost))
 
     def _start(self) -> Choice:
         # If every target starts with padding, the decoder starts from zeros. That row becomes zeros.
@@ -261,7 +264,6 @@ def _layout(picked: Sequence[Reading]) -> Layout:
 
 
 def _bounded(line: str) -> str:
-    """Replace {i<2}, used if a list holds the layers of both sides, by {0,1}."""
     if found := re.search(r"\{i<(\d+)\}", line):
         numbers = "{" + ",".join(map(str, range(int(found[1])))) + "}"
         return line.replace(found[0], numbers).replace("{i}", numbers)
@@ -333,7 +335,6 @@ def compress(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _merged(rows: Sequence[_Row], left: int, right: int) -> list[_Row]:
-    """Merge rows that differ only in the `left` source and `right` target component."""
 
     def put(parts: tuple[str, ...], place: int, text: str) -> tuple[str, ...]:
         place %= len(parts)

@@ -146,7 +146,6 @@ def _attentions(groups: Sequence[Sequence[_Matrix]], vectors: Sequence[Part]) ->
 
 
 def _joined_heads(parts: Sequence[Part]) -> list[Part]:
-    """Merge parts that differ in one number, the head, into one part with {h}."""
     groups: dict[tuple[str, Shape], list[Part]] = defaultdict(list)
     for part in parts:
         hidden = _keys.INDEX.sub(lambda found: "#" * len(found[0]), part.name)
@@ -235,7 +234,6 @@ def _grouped(maps: Sequence[_Matrix]) -> list[list[_Matrix]]:
 
 
 def _paired(maps: Sequence[_Matrix]) -> list[list[_Matrix]]:
-    """Separate two attentions of one module, whose matrices are W_q_1 and W_q_2."""
     by_role: dict[str | None, list[_Matrix]] = defaultdict(list)
     for m in maps:
         by_role[m.role].append(m)
@@ -323,23 +321,40 @@ def _projection_lines(attention: _Attention, d_model: int, target: str, style: S
 
 def _norm_choice(norms: Sequence[Part], sublayers: Sequence[Sequence[_Matrix]], layer: str) -> Choice:
     # If norms have no parameters, their gain is 1.
-    slots = len(sublayers)
+    slots, side = len(sublayers), layer.partition(".")[0]
     gains = [part for part in norms if part.weight is not None]
     left = unread([part for part in norms if part.weight is None])
+    names = [f"norm{place + 1}" for place in range(slots)]
+
+    def read(order: Sequence[Part], targets: Sequence[str], cost: float, **arch: Value) -> Reading:
+        pairs = [(target, part.norm_lines(f"{layer}.{target}")) for part, target in zip(order, targets, strict=True)]
+        lines = (f"{line} |> copy" if "[" in target else line for target, made in pairs for line in made)
+        dead = (key for part in gains if part not in order for key in part.keys)
+        switches = {f"{side}.{name}": value for name, value in arch.items()}
+        return Reading(tuple(lines), left.cost + cost, (*left.ignored, *dead), switches)
+
     if not norms:
-        return (Reading(tuple(f"derive {layer}.norm{place + 1}.weight = ones" for place in range(slots))),)
-    if not slots <= len(gains) <= slots + _MAX_DEAD_NORMS:
-        return (unread(norms),)
-    placed = {part: place for part in gains if (place := _place(part, sublayers)) is not None}
+        return (Reading(tuple(f"derive {layer}.{name}.weight = ones" for name in names)),)
+    if len(gains) == slots - 1:  # one is shared, in parallel blocks or by sublayers that follow each other
+        kinds = {"self": [f"[norm1/{names[-1]}]", *names[1:-1]], "cross": ["norm1", f"[norm2/{names[-1]}]"]}
+        ways = list(itertools.product(itertools.permutations(gains), list(kinds.items())[: slots - 1]))
+        parallel = [read(order, to, POSSIBLE, parallel=kind, norm_place="pre") for order, (kind, to) in ways]
+        return (*parallel, *(read(order, targets, POSSIBLE) for order, (_, targets) in ways))
     readings = []
+    if len(gains) == 2 * slots:
+        after = [part for part in gains if {"post", "after"}.intersection(part.words)]
+        orders = [[part for part in gains if part not in after] + after] if len(after) == slots else []
+        orders += [gains[0::2] + gains[1::2], gains]
+        targets = [*names, *(f"post_{name}" for name in names)]
+        readings = [read(order, targets, POSSIBLE * min(n, 1), norm_place="sandwich") for n, order in enumerate(orders)]
+    if not slots <= len(gains) <= slots + _MAX_DEAD_NORMS:
+        return tuple(readings) or (unread(norms),)
+    placed = {part: place for part in gains if (place := _place(part, sublayers)) is not None}
     for order in itertools.permutations(gains, slots):
         misplaced = sum(placed.get(part, place) != place for place, part in enumerate(order))
         free = [part for part in order if part not in placed]
         is_sorted = free in (sorted(free, key=lambda p: p.place), sorted(free, key=lambda p: _keys.natural(p.name)))
-        cost = left.cost + FAR * misplaced + (LIKELY if is_sorted else FAR if placed else POSSIBLE)
-        lines = (line for place, part in enumerate(order, 1) for line in part.norm_lines(f"{layer}.norm{place}"))
-        dead = (key for part in gains if part not in order for key in part.keys)
-        readings.append(Reading(tuple(lines), cost, (*left.ignored, *dead)))
+        readings.append(read(order, names, FAR * misplaced + (LIKELY if is_sorted else FAR if placed else POSSIBLE)))
     return tuple(sorted(readings, key=lambda reading: reading.cost))
 
 

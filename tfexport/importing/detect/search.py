@@ -6,6 +6,7 @@ switches there, and refines only the closest ones on the whole batch, one switch
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -25,6 +26,7 @@ from tfexport.importing.layout.sizes import Switches, configured, options, with_
 from tfexport.importing.reference.certificate import GROWTH, certify
 from tfexport.importing.reference.compare import TOLERANCE, Comparator, Comparison, check_fits, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs
+from tfexport.nn.config import TransformerConfig
 from tfexport.nn.switches import SWITCHES, Value
 
 FLOAT32_TOLERANCE = 1e-6  # if the original computes parts in float32
@@ -34,13 +36,18 @@ _NEAR = 0.05
 # Only the right combination of these switches is closer than this, so it is refined at once.
 _HIT = 1e-3
 _MAX_REFINED, _MAX_ROUNDS, _MAX_DRAFTS = 6, 4, 100_000
+_MAX_ATTENTIONS = 2_000  # combinations of switches of attention
+Choices = Mapping[str, Sequence[Value]]
 _MORE = 24  # drafts to try after one whose error float32 could explain
 _HOPELESS = 16  # drafts that cannot be applied, before the search stops
-_DECIDED = ("positions", "relative_bias")  # by a draft; the search does not change them
-# Attention and pooling over one token return that token, regardless of scale, heads and rotation.
-_OF_SEVERAL = ("num_heads", "attention_scale", "rotary_pairs", "rotary_cross", "pooling")
+# Attention and pooling over one token return that token, regardless of these switches.
+_PARTS = ("attention", "cross-attention", "positions")
+_OF_SEVERAL = {"num_heads", "pooling", *(name for name, switch in SWITCHES.items() if switch.acts in _PARTS)}
+# The first and the last switches to change, which depend on each other.
+_TOGETHER = (("num_heads", "attention_scale", "pooling"), ("rotary_scaling", "rotary_factor", "rotary_original_length"))
 # Searched switches whose effect exceeds rounding errors. Two values of eps can be too close.
 _SEARCHED = {name for name, switch in SWITCHES.items() if switch.search and not switch.rare}
+_RARE = {name for name, switch in SWITCHES.items() if switch.rare}
 _DECIDING = {"num_heads", *_SEARCHED} - {"norm_eps"}
 _BY_HEAD = ("split_heads", "block_diag", "heads_last")  # folds that depend on the number of heads
 
@@ -178,6 +185,7 @@ class _Searcher:
     ) -> None:
         self.tensors, self.reference, self.budget, self.settings = tensors, reference, budget, settings
         self.first = _first_position(reference)
+        self.is_single = self.first.source_ids.shape[1] == 1
         self.refused = ""
 
     def run(self, layouts: Iterable[Layout], report: Callable[[str], None], *, as_written: bool = False) -> Search:
@@ -228,20 +236,23 @@ class _Searcher:
         depends = any(fold in line for line in layout.map for fold in _BY_HEAD)
         return [[n] for n in possible] if depends else [possible]
 
-    def _choices(self, canonical: Canonical, heads: Sequence[int], *, as_written: bool) -> dict[str, tuple[Value, ...]]:
+    def _choices(self, canonical: Canonical, heads: Sequence[int], *, as_written: bool) -> Choices:
         if as_written:
             return {"num_heads": tuple(heads)}
-        fixed = {*_DECIDED, *self.settings}
+        config = canonical.config
+        scaled = replace(config, rotary_scaling="llama3")  # so that all switches of scaling have an effect
         choices = {
             name: values
-            for name, values in options(canonical.config).items()
-            if not {name, name.rpartition(".")[2]} & fixed
+            for name, values in options(scaled).items()
+            if not {name, name.rpartition(".")[2]} & self.settings.keys()
         }
-        for side, stack in (("enc", canonical.config.encoder), ("dec", canonical.config.decoder)):
+        for side, stack in (("enc", config.encoder), ("dec", config.decoder)):
             # If there is a norm after the last layer, the layers are usually pre-norm.
             place = f"{side}.norm_place"
             if place in choices and stack is not None and stack.final_norm:
                 choices[place] = choices[place][::-1]
+            if stack is not None and (stack.norm_place == "sandwich" or stack.parallel != "none"):
+                choices.pop(place, None)
         return {"num_heads": tuple(heads), **choices}
 
     def _applied(self, layout: Layout, heads: int) -> Canonical | None:
@@ -257,12 +268,11 @@ class _Searcher:
             return None
         return canonical
 
-    def _search(
-        self, canonical: Canonical, layout: Layout, choices: Mapping[str, tuple[Value, ...]], found: Switches
-    ) -> Candidate | None:
+    def _search(self, canonical: Canonical, layout: Layout, choices: Choices, found: Switches) -> Candidate | None:
         start = {name: found.get(name, values[0]) for name, values in choices.items()}
-        rare = (name for name, switch in SWITCHES.items() if switch.rare)
-        later = {"norm_eps", *rare, *(_OF_SEVERAL if self.first.source_ids.shape[1] == 1 else ())}
+        later = {"norm_eps", *_RARE, *(_OF_SEVERAL if self.is_single else ("positions", "relative_bias"))}
+        if any(side and side.num_kv_heads for side in (canonical.config.encoder, canonical.config.decoder)):
+            later.discard("num_heads")  # it decides which values a head shares
         coarse = {
             name: [value for value in values if value != "gelu_tanh"]
             for name, values in choices.items()
@@ -274,9 +284,14 @@ class _Searcher:
         for error, switches in self._starts(first, start, coarse):
             if error > _NEAR and best is not None:
                 break
+            changes, near = choices if error <= _NEAR else {}, switches
+            if changes and self.is_single and not found:
+                inside = {name: values for name, values in choices.items() if name not in _OF_SEVERAL}
+                exact, near = self._refined(first, switches, inside)
+                changes = changes if exact.worst <= _HIT else {}
+                near = self._attention(whole, near, changes, max(FLOAT32_TOLERANCE, 10 * exact.worst))
             # With the switches of another close layout, this one is also close on the whole batch, or it is wrong.
-            changes = choices if error <= _NEAR else {}
-            refined = self._refined(whole, switches, changes, within=_HIT if found else math.inf)
+            refined = self._refined(whole, near, changes, within=_HIT if found else math.inf)
             if best is None or refined[0].worst < best[0].worst:
                 best = refined
             if best[0].worst <= FLOAT32_TOLERANCE:
@@ -295,15 +310,11 @@ class _Searcher:
         guess = {**switches, "norm_eps": float(f"{max(eps - comparison.worst / slope, 0.0) if slope else eps:.1e}")}
         return self._compared(comparator, guess), guess
 
-    def _starts(
-        self, comparator: Comparator, start: Switches, coarse: Mapping[str, Sequence[Value]]
-    ) -> Iterator[tuple[float, dict[str, Value]]]:
-        others: list[tuple[float, int, dict[str, Value]]] = []
-        places = itertools.product(*(range(len(values)) for values in coarse.values()))
-        for picked in sorted(places, key=sum):  # combinations with the fewest unusual values first
+    def _starts(self, comparator: Comparator, start: Switches, coarse: Choices) -> Iterator[tuple[float, Switches]]:
+        others: list[tuple[float, int, Switches]] = []
+        for values in _combinations(coarse, {}):
             if self.budget.is_over:
                 break
-            values = {name: values[place] for (name, values), place in zip(coarse.items(), picked, strict=True)}
             error = self._compared(comparator, {**start, **values}).worst
             if error <= _HIT:
                 yield error, {**start, **values}
@@ -312,18 +323,37 @@ class _Searcher:
         for error, _, switches in sorted(others)[:_MAX_REFINED]:
             yield error, switches
 
+    def _attention(self, comparator: Comparator, switches: Switches, choices: Choices, enough: float) -> Switches:
+        # All other switches are right.
+        best, closest = math.inf, switches
+        own = {name: values for name, values in choices.items() if name in _OF_SEVERAL}
+        usual = {name: values for name, values in own.items() if name not in _RARE}
+        turns = {name: values for name, values in own.items() if name.startswith("rotary") or name in _TOGETHER[0]}
+        for names in (usual, turns):
+            for change in itertools.islice(_combinations(names, switches), _MAX_ATTENTIONS):
+                if self.budget.is_over or best <= enough:
+                    return closest
+                changed = {**switches, **change}
+                try:
+                    error = self._compared(comparator, changed).worst
+                except ConfigError:  # it does not fit the sizes
+                    continue
+                if error < best:
+                    best, closest = error, changed
+        return closest
+
     def _refined(
-        self, comparator: Comparator, switches: Switches, choices: Mapping[str, tuple[Value, ...]], *, within: float
+        self, comparator: Comparator, switches: Switches, choices: Choices, *, within: float = math.inf
     ) -> tuple[Comparison, Switches]:
         # A candidate whose error is above `within` is not refined.
-        best = self._compared(comparator, switches), dict(switches)
+        best = self._compared(comparator, switches), switches
         for _ in range(_MAX_ROUNDS if best[0].worst <= within else 0):
             before = best[0].worst
             for change in _single_changes(choices):
                 if best[0].worst <= _EXACT or self.budget.is_over:
                     return best
                 changed = {**best[1], **change}
-                if changed == best[1]:
+                if changed == best[1] or not _has_effect(changed, best[1]):
                     continue
                 try:
                     comparison = self._compared(comparator, changed)
@@ -336,18 +366,41 @@ class _Searcher:
         return best
 
     def _compared(self, comparator: Comparator, switches: Switches) -> Comparison:
-        self.budget.spend()
-        return comparator.compare(configured(comparator.config, switches))
+        config = _configured(comparator.config, tuple(switches.items()))
+        if config not in comparator.known:
+            self.budget.spend()
+            comparator.known[config] = comparator.compare(config)
+        return comparator.known[config]
 
 
-def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
-    """Yield changes of one switch, first of those that depend on each other, together."""
-    pairs = [name for name in ("num_heads", "attention_scale", "pooling") if name in choices]
-    for values in itertools.product(*(choices[name] for name in pairs)):
-        yield dict(zip(pairs, values, strict=True))
-    for name, values in sorted(choices.items(), key=lambda choice: choice[0] != "norm_eps"):
-        if name not in pairs:
-            yield from ({name: value} for value in values)
+@functools.lru_cache(maxsize=8192)
+def _configured(config: TransformerConfig, switches: tuple[tuple[str, Value], ...]) -> TransformerConfig:
+    return configured(config, dict(switches))
+
+
+def _single_changes(choices: Choices) -> Iterator[dict[str, Value]]:
+    first, last = ([name for name in names if name in choices] for names in _TOGETHER)
+    alone = [name for name in choices if name not in (*first, *last)]
+    for names in (first, *([name] for name in sorted(alone, key=lambda name: name != "norm_eps")), last):
+        for values in itertools.product(*(choices[name] for name in names)):
+            yield dict(zip(names, values, strict=True))
+
+
+def _combinations(choices: Choices, switches: Switches) -> Iterator[dict[str, Value]]:
+    """Yield all combinations that have an effect, first those of few unusual values."""
+    usual = {**switches, **{name: values[0] for name, values in choices.items()}}
+    for picked in sorted(itertools.product(*(range(len(values)) for values in choices.values())), key=sum):
+        change = {name: values[place] for (name, values), place in zip(choices.items(), picked, strict=True)}
+        if _has_effect(usual | change, usual):
+            yield change
+
+
+def _has_effect(switches: Switches, before: Switches) -> bool:
+    return all(
+        switches.get(where[0], where[1][0]) in where[1]
+        for name, value in switches.items()
+        if value != before[name] and name in SWITCHES and (where := SWITCHES[name].where)
+    )
 
 
 def _first_position(reference: ReferenceOutputs) -> ReferenceOutputs:
