@@ -35,8 +35,7 @@ _EXACT = 1e-13  # rounding error of float64; no candidate is closer
 _NEAR = 0.05
 # Only the right combination of these switches is closer than this, so it is refined at once.
 _HIT = 1e-3
-_MAX_REFINED, _MAX_ROUNDS, _MAX_DRAFTS = 6, 4, 100_000
-_MAX_ATTENTIONS = 2_000  # combinations of switches of attention
+_MAX_REFINED, _MAX_ROUNDS, _MAX_DRAFTS, _MAX_ATTENTIONS = 6, 4, 100_000, 2_000
 Choices = Mapping[str, Sequence[Value]]
 _MORE = 24  # drafts to try after one whose error float32 could explain
 _HOPELESS = 16  # drafts that cannot be applied, before the search stops
