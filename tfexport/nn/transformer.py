@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.ffn = FeedForward(config, stack.d_ff)
 
     def residual(self, x: Tensor, *attentions: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add attentions and the feed-forward network to `x` [tokens, d_model], with the norms at their places."""
+        """Add attentions and the network to `x` [tokens, d_model], with the norms."""
         groups = [[place] for place in range(len(attentions) + 1)]
         if (place := ("self", "cross", "none").index(self.parallel)) < len(attentions):
             groups[place] += groups.pop()

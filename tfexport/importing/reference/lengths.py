@@ -138,7 +138,7 @@ def read_rows(tensors: Mapping[str, Tensor]) -> tuple[LongRow, ...]:
 
 
 def run_row(run: Run, ids: Sequence[Tensor], others: list[str] | None = None) -> LongRow | None:
-    """Return a row, or None if the model refuses its length; add errors that look unlike a limit to `others`."""
+    """Return a row, or None with an error, in `others` if unlike a length limit."""
     try:
         outputs = run(*ids)
     except Exception as error:  # noqa: BLE001 - models refuse long rows with any error
