@@ -57,7 +57,7 @@ class Slow:
 # ---- statistics
 
 
-def test_percentiles_are_those_of_numpy_over_all_processes() -> None:
+def test_percentiles_over_all_processes_equal_numpy() -> None:
     rng = np.random.default_rng(0)
     first, second = rng.gamma(2, 0.01, 700), rng.gamma(3, 0.01, 400)
     found = distribution([first.tolist(), second.tolist()])
@@ -72,7 +72,7 @@ def test_percentiles_are_those_of_numpy_over_all_processes() -> None:
     assert "note" not in found
 
 
-def test_there_is_no_p99_below_a_thousand_samples() -> None:
+def test_p99_needs_a_thousand_samples() -> None:
     few, enough = distribution([[0.001] * 600, [0.002] * 399]), distribution([[0.001] * 600, [0.002] * 400])
     assert (few["p99"], few["note"]) == (None, "p99 needs 1,000 samples, there are 999")
     assert few["p95"] == 2
@@ -90,7 +90,7 @@ def test_there_is_no_p99_below_a_thousand_samples() -> None:
         ([100, 100], False),
     ],
 )
-def test_stable_is_the_last_three_within_ten_percent_of_their_mean(windows: list[float], stable: bool) -> None:
+def test_a_run_is_stable_if_its_last_three_are_within_ten_percent(windows: list[float], stable: bool) -> None:
     assert is_stable(windows) is stable
 
 
@@ -106,7 +106,7 @@ def samples(*step_s: Sequence[float], windows: Sequence[float] = (10.0, 10.0, 10
     return found
 
 
-def test_metrics_are_what_can_be_worked_out_by_hand() -> None:
+def test_metrics_equal_values_computed_by_hand() -> None:
     runs = [samples([0.002, 0.002, 0.002], [0.002]), samples([0.004, 0.004])]
     found = cell_metrics(runs)
     seconds = 0.008 + 0.004 + 0.010
@@ -127,7 +127,7 @@ def test_metrics_are_what_can_be_worked_out_by_hand() -> None:
 # ---- scenarios
 
 
-def test_a_closed_loop_calls_again_when_the_last_has_returned() -> None:
+def test_a_closed_loop_calls_again_after_the_last_call_returns() -> None:
     clock = Clock()
     slow = Slow(clock, 0.25)
     found = closed_loop(slow, [[[5]], [[6], [7]]], 10.0, now=clock)
@@ -145,7 +145,7 @@ def test_a_closed_loop_calls_again_when_the_last_has_returned() -> None:
 
 
 @pytest.mark.parametrize(("count", "num_beams"), [(1, 1), (3, 1), (1, 3), (3, 3)])
-def test_a_call_is_timed_and_changes_nothing(count: int, num_beams: int) -> None:
+def test_timing_does_not_change_a_call(count: int, num_beams: int) -> None:
     session = ScriptedSession(20, drawn(20, eos_bias=1.0))
     sources = [[7, 8, 9], [5], [11, 12]][:count]
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=8)
@@ -184,7 +184,7 @@ class MultiStepBatch(ScriptedBatch):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_steps_that_are_taken_together_are_timed_together(count: int) -> None:
+def test_steps_of_one_run_are_timed_together(count: int) -> None:
     sources, config = [[7, 8, 9], [5], [11, 12]][:count], DecodeConfig(max_new_tokens=60)
     timed_one, free = MultiStepSession(), MultiStepSession()
     call = Caller(timed_one, config)(sources)
@@ -197,7 +197,7 @@ def test_steps_that_are_taken_together_are_timed_together(count: int) -> None:
     assert call.began < call.first_token < call.ended - sum(call.step_s[1:])  # the first step is taken alone
 
 
-def test_a_target_length_is_kept_to_exactly() -> None:
+def test_a_target_length_is_reached_exactly() -> None:
     session = ScriptedSession(20, drawn(20, eos_bias=50.0))
     config = BenchConfig(target_length=(6,)).decoding(Cell(2, 4, 6))
     call = Caller(session, config)([[7, 8], [9]])
@@ -218,7 +218,7 @@ def test_random_sources_are_ordinary_tokens_and_repeat() -> None:
     assert len(random_batches(spec, Cell(4096, 256, 4), 1)) == 1
 
 
-def test_texts_are_batched_by_length_and_none_is_lost() -> None:
+def test_texts_are_batched_by_length_without_loss() -> None:
     sources = [[5] * length for length in (3, 1, 2, 9, 4, 8, 7)]
     batches = text_batches(sources, 3, 0)
     assert sorted(len(source) for batch in batches for source in batch) == [1, 2, 3, 4, 7, 8, 9]
@@ -235,7 +235,7 @@ SPEC = ScriptedSession(20, drawn(20)).spec  # takes 16 tokens on both sides
     ("scenario", "batch_size", "duration"),
     [("single", (1,), 5.0), ("offline", (32,), 5.0), ("server", (32,), 8.0), ("sweep", (1, 2, 4, 8, 16, 32), 1.0)],
 )
-def test_what_is_not_given_is_filled_in(scenario: Scenario, batch_size: tuple[int, ...], duration: float) -> None:
+def test_missing_settings_are_filled_in(scenario: Scenario, batch_size: tuple[int, ...], duration: float) -> None:
     config = BenchConfig(scenario=scenario, rate=5.0 if scenario == "server" else None)
     resolved = resolve(config, SPEC, has_texts=False)
     assert (resolved.batch_size, resolved.duration) == (batch_size, duration)
@@ -252,7 +252,7 @@ def test_a_sweep_has_every_combination() -> None:
     assert config.cells == [Cell(1, 3, 2), Cell(4, 3, 2), Cell(1, 5, 2), Cell(4, 5, 2)]
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         BenchConfig(num_beams=0, processes=21, duration=-1.0, rate=3.0, batch_size=(0, 2), seed=-1, threads=0)
     for part in (
@@ -274,6 +274,6 @@ def test_everything_wrong_is_said_at_once() -> None:
         (BenchConfig(scenario="server", rate=1e5, duration=600.0), False, "60000000 requests"),
     ],
 )
-def test_what_a_bundle_cannot_take_is_refused(config: BenchConfig, has_texts: bool, message: str) -> None:
+def test_settings_beyond_the_bundle_are_refused(config: BenchConfig, has_texts: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(config, SPEC, has_texts=has_texts)

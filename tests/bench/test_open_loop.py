@@ -95,13 +95,13 @@ def test_latency_grows_when_the_server_is_too_slow() -> None:
     assert is_stable(fast.windows)
 
 
-def test_what_is_refused_is_counted_and_the_others_are_answered() -> None:
+def test_refused_requests_are_counted_and_others_answered() -> None:
     found = run(open_loop(OneByOne(1.0, most=2), [[5]], [0.1 * index for index in range(8)]))
     assert (found.refused, found.sequences, found.unserved) == (5, 3, 0)
     assert list(found.latency_s) == pytest.approx([1.0, 1.9, 2.8])
 
 
-def test_a_hopeless_run_is_given_up() -> None:
+def test_a_run_without_progress_is_aborted() -> None:
     found = run(open_loop(OneByOne(6.0), [[5]], [0.0, 0.1, 0.2, 0.3, 0.4]))
     assert (found.sequences, found.unserved) == (1, 4)
 

@@ -146,7 +146,7 @@ def test_a_report_has_the_schema(name: str) -> None:
     check_schema(json.loads(json.dumps(REPORTS[name](), allow_nan=False)))
 
 
-def test_what_cannot_be_seen_from_outside_is_null() -> None:
+def test_metrics_unknown_to_a_client_are_null() -> None:
     metrics = REPORTS["url"]()["metrics"]
     assert metrics["load_time"] == {"unit": "ms", "value": None, "note": "not measured with --url"}
     assert metrics["goodput"]["note"] == "needs a goal; set --goal-ms"
@@ -164,7 +164,7 @@ def test_a_server_is_judged_by_its_bound() -> None:
     assert report(scenario="server", slots=4, rate=20.0, goal_ms=20.0)["metrics"]["goodput"]["value"] == 0
 
 
-def test_doubts_are_said() -> None:
+def test_doubts_are_reported() -> None:
     assert report()["validity"] == {"valid": True, "reasons": []}
     (reason,) = report(windows=(1.0, 2.0, 3.0))["validity"]["reasons"]
     assert reason.startswith("unstable")
@@ -194,7 +194,7 @@ def test_the_table_is_aligned_and_narrow(name: str) -> None:
     assert any(line.startswith("INVALID") for line in found) == (name == "unstable")
 
 
-def test_the_table_says_the_numbers() -> None:
+def test_the_table_shows_the_numbers() -> None:
     text = "\n".join(lines(report()))
     # 8 ms a request: 1 encoder, 3 · 2 steps, 1 rest.
     for part in (
@@ -223,7 +223,7 @@ def test_the_page_is_well_formed_and_self_contained(name: str) -> None:
     assert "\n".join(lines(REPORTS[name]())) == root.findtext("body/pre")
 
 
-def test_the_page_escapes_what_it_shows() -> None:
+def test_the_page_escapes_values() -> None:
     page = render(report(name='x<b>&"'))
     assert "x&lt;b&gt;&amp;" in page
     assert "A &lt;fast&gt; one" in page
@@ -265,18 +265,18 @@ def test_conditions(text: str, fails: bool) -> None:
 @pytest.mark.parametrize(
     "text", ["", "x", "throughput<5", "a<b%", "request_latency.p42>5%", "a=5%", "A<5%", "a<1e999%"]
 )
-def test_what_is_no_condition_is_refused(text: str) -> None:
+def test_an_invalid_condition_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Condition.parse(text)
 
 
 @pytest.mark.parametrize("condition", ["speed<5%", "step_time.p99>5%"])
-def test_a_condition_on_nothing_is_refused(condition: str) -> None:
+def test_a_condition_on_an_unknown_metric_is_refused(condition: str) -> None:
     with pytest.raises(BenchError):
         compare(report(), report(), [Condition.parse(condition)])
 
 
-def test_only_like_is_compared_with_like() -> None:
+def test_reports_with_different_settings_are_not_compared() -> None:
     other = report(num_beams=4)
     other["bundle"]["sha256"] = "cd" * 32
     with pytest.raises(BenchError):
@@ -291,7 +291,7 @@ def test_only_like_is_compared_with_like() -> None:
         compare(report(**SWEEP), report(), vary=["scenario", "batch_size", "source_length"])
 
 
-def test_a_comparison_says_when_a_report_is_not_valid() -> None:
+def test_a_comparison_reports_invalid_reports() -> None:
     found = compare(report(), report(windows=(1.0, 2.0)))
     assert found.lines[0].startswith("the second is INVALID: unstable")
 

@@ -102,7 +102,7 @@ def test_a_real_report_compares_with_itself(measured: Path) -> None:
     assert failed.stderr.count("\n") == 1
 
 
-def test_an_error_of_the_process_is_told_as_it_is(dates_bundle: Path, tmp_path: Path) -> None:
+def test_an_error_of_a_process_is_reported_unchanged(dates_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("1 May 2001\n" + "x" * 500 + "\n")
     refuses(run("bench", dates_bundle, "--input", tmp_path / "texts", "--no-verify"), "text 2")
 
@@ -110,7 +110,7 @@ def test_an_error_of_the_process_is_told_as_it_is(dates_bundle: Path, tmp_path: 
 # ---- parity
 
 
-def test_the_verification_of_the_export_counts(dates_bundle: Path, tmp_path: Path, canned: list[int]) -> None:
+def test_the_verification_of_the_export_is_accepted(dates_bundle: Path, tmp_path: Path, canned: list[int]) -> None:
     bundle = with_parity(dates_bundle, tmp_path / "bundle", passed=True)
     found = bench_bundle(bundle, BenchConfig())
     assert found["parity"] == {"passed": True, "source": "checked by its export"}
@@ -119,7 +119,7 @@ def test_the_verification_of_the_export_counts(dates_bundle: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("passed", [False, None])
-def test_what_fails_parity_is_not_timed(
+def test_a_bundle_that_fails_parity_is_not_timed(
     passed: bool | None, dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failed:
@@ -137,7 +137,7 @@ def test_what_fails_parity_is_not_timed(
     assert not (tmp_path / "a.json").exists()
 
 
-def test_without_pytorch_the_remedy_is_said(
+def test_without_pytorch_the_error_names_the_remedy(
     dates_bundle: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object, **__: object) -> None:
@@ -209,7 +209,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_bundle_is_refused(tmp_path: Path, canned: list[int]) -> None:
+def test_a_path_without_a_bundle_is_refused(tmp_path: Path, canned: list[int]) -> None:
     refuses(run("bench", tmp_path / "missing"), "there is no bundle")
     refuses(run("bench", "compare", tmp_path, tmp_path), "is not a plain file")
     assert canned == []
@@ -269,7 +269,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 @pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs /proc of Linux")
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_nothing_goes_on_when_the_command_is_ended(how: int, code: int, dates_bundle: Path, tmp_path: Path) -> None:
+def test_ending_the_command_ends_its_processes(how: int, code: int, dates_bundle: Path, tmp_path: Path) -> None:
     command = [TFEXPORT, "bench", str(dates_bundle), "--no-verify", "--duration", "500", "--json", str(tmp_path / "a")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

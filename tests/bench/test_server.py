@@ -40,7 +40,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
-def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
+def test_texts_and_requests_reach_a_real_server(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
     result = run(
         *("bench", dates_bundle, *QUICK, "--rate", 100, "--input", texts, "--slots", 4, "--goal-ms", 60_000),
         *("--no-verify", "--json", tmp_path / "a.json"),
@@ -88,7 +88,7 @@ def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> 
 
 
 @pytest.mark.parametrize("source", ["texts", "ids"])
-def test_a_server_says_what_its_bundle_says(url: str, dates_bundle: Path, source: str, tmp_path: Path) -> None:
+def test_a_server_returns_the_outputs_of_its_bundle(url: str, dates_bundle: Path, source: str, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text(TEXTS)
     given = ("--input", tmp_path / "texts") if source == "texts" else ("--target-length", 5)
     result = run(
@@ -104,7 +104,7 @@ def test_a_server_says_what_its_bundle_says(url: str, dates_bundle: Path, source
     assert found["bundle"]["sha256"] == open_bundle(dates_bundle).sha256
 
 
-def test_a_server_that_says_something_else_is_not_timed(dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_server_with_other_outputs_is_not_timed(dates_bundle: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(dates_bundle, tmp_path / "bundle"))
     weights = bytearray((other / "weights.safetensors").read_bytes())
     header = 8 + int.from_bytes(weights[:8], "little")
@@ -118,7 +118,7 @@ def test_a_server_that_says_something_else_is_not_timed(dates_bundle: Path, tmp_
     assert "answer 1 of 8 differs from the bundle's" in result.stderr
 
 
-def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
+def test_refused_requests_are_counted(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
     with on_port(dates_bundle, "a", "b", slots=1, max_waiting=1) as address:
         bench = ("bench", "--url", f"http://{address}", *QUICK, "--input", texts)
         refuses(run(*bench, "--rate", 9), "models a, b; choose one with --model")
@@ -131,7 +131,7 @@ def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Pa
     assert refused in found["validity"]["reasons"]
 
 
-def test_what_is_missing_is_said(dates_bundle: Path, texts: Path) -> None:
+def test_missing_requirements_are_reported(dates_bundle: Path, texts: Path) -> None:
     refuses(run("bench", *QUICK, "--rate", 5), "neither a bundle nor a server; pass BUNDLE or --url")
     nowhere = ("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5)
     refuses(run(*nowhere), "sources are missing; set --input")
@@ -170,7 +170,7 @@ def asked(url: str) -> tuple[int, bytes]:
     return asyncio.run(ask())
 
 
-def test_a_connection_that_was_closed_meanwhile_is_opened_anew() -> None:
+def test_a_closed_connection_is_reopened() -> None:
     with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as url:
         assert asked(url) == (200, b"{}")
 

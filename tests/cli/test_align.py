@@ -15,7 +15,7 @@ SOURCE, TARGET = "Dienstag, 3. März 2026", "2026-03-03"
 
 
 @pytest.mark.parametrize("backend", ["ort", "eager"])
-def test_digits_of_a_date_are_read_where_the_text_says_them(dates_aligned: Path, backend: str) -> None:
+def test_digits_of_a_date_are_aligned_with_their_source(dates_aligned: Path, backend: str) -> None:
     with tfexport.load(dates_aligned, backend=backend, threads=1) as model:
         (found,) = model.align([SOURCE], [TARGET])
     assert ("".join(found.source_tokens), "".join(found.target_tokens)) == (SOURCE, TARGET)
@@ -42,7 +42,7 @@ def test_pairs_of_numbers(dates_aligned: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text().splitlines() == expected
 
 
-def test_what_generate_writes_can_be_aligned(dates_aligned: Path) -> None:
+def test_the_output_of_generate_can_be_aligned(dates_aligned: Path) -> None:
     written = run("generate", dates_aligned, SOURCE, "le 14 juillet 1989", "--json").stdout
     rows = [
         json.loads(line) for line in run("align", dates_aligned, "--json", stdin=written.encode()).stdout.splitlines()
@@ -75,7 +75,7 @@ def test_every_bad_line_is_named(dates_aligned: Path) -> None:
         ("last", "'last' is not a layer and heads; write 1 for all heads of layer 1, or 1:0,2"),
     ],
 )  # fmt: skip
-def test_what_the_model_lacks_is_refused_before_anything_is_traced(given: str, message: str, tmp_path: Path) -> None:
+def test_a_missing_model_feature_is_refused_before_tracing(given: str, message: str, tmp_path: Path) -> None:
     result = run("onnx", "models/dates", "--output", tmp_path / "out", "--alignment", given)
     assert (result.exit_code, result.stdout) == (1, "")
     assert message in result.stderr

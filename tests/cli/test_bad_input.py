@@ -155,7 +155,9 @@ def test_code_in_a_pickle_never_runs(name: str, model: Path, tmp_path: Path) -> 
         ("{bundle}", ["is a bundle; expected the model directory that it was made from"]),
     ],
 )
-def test_what_is_no_model(source: str, messages: list[str], model: Path, dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(
+    source: str, messages: list[str], model: Path, dates_bundle: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     given = source.format(tmp=tmp_path, bundle=dates_bundle)
     refuses(run("onnx", given, "--output", tmp_path / "out"), *messages)
@@ -273,7 +275,7 @@ def test_an_output_that_is_full(command: list[str], dates_bundle: Path) -> None:
     refuses(done, "standard output cannot be written: No space left on device; redirect it")
 
 
-def test_standard_output_by_its_path_is_continued(dates_bundle: Path, tmp_path: Path) -> None:
+def test_standard_output_given_by_path_is_appended_to(dates_bundle: Path, tmp_path: Path) -> None:
     """A shell that has redirected it to a file goes on writing there."""
     command = f"(echo before; '{TFEXPORT}' generate '{dates_bundle}' 1.1.2000 --output /dev/stdout; echo after) > said"
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)

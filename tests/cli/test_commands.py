@@ -45,7 +45,7 @@ def verified(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     return once("verified", make)
 
 
-def test_onnx_writes_a_verified_bundle_and_tells_its_progress_on_stderr(verified: Path) -> None:
+def test_onnx_writes_a_verified_bundle_and_reports_progress_on_stderr(verified: Path) -> None:
     stdout, stderr = json.loads(verified.with_name("said").read_text())
     first, second = stdout.splitlines()
     assert first == f"{verified}: encoder-decoder, fp32"
@@ -70,7 +70,7 @@ def test_options_have_the_defaults_of_the_library() -> None:
         assert config(**{field.name: values[field.name] for field in fields(config)}) == config()
 
 
-def test_verify_passes_on_what_was_exported(verified: Path) -> None:
+def test_verify_passes_for_an_exported_bundle(verified: Path) -> None:
     result = run("verify", verified, "--samples", 6, "--seed", 1, "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, found["passed"], found["samples"], found["seed"]) == (0, True, 6, 1)
@@ -122,7 +122,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) 
     assert result.stderr == f"error: this needs {module}, which is not installed; pip install 'tfexport[export]'\n"
 
 
-def test_a_defect_of_ours_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ModuleNotFoundError("No module named 'oops'", name="oops")
 
@@ -205,7 +205,7 @@ def test_inspect_something_else(tmp_path: Path) -> None:
         assert message in result.stderr
 
 
-def test_doctor_tells_and_exits_by_whether_a_backend_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_status_of_doctor_depends_on_working_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfexport.doctor.run_probe", lambda backend, library: {library.device: ""})
     result = run("doctor", "--json")
     assert (result.exit_code, json.loads(result.stdout)["works"]) == (0, True)

@@ -25,7 +25,7 @@ ISO = ["2026-03-03", "2026-03-03", "2019-06-30", "2001-09-15"]
 
 
 @pytest.mark.parametrize("variant", ["concat", "static", "contrib"])
-def test_the_variant_that_is_asked_for_runs(variant: str, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_variant_runs(variant: str, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     take = ort_backend.OrtSession
 
@@ -41,7 +41,7 @@ def test_the_variant_that_is_asked_for_runs(variant: str, dates_bundle: Path, mo
 @pytest.mark.parametrize(
     ("command", "arguments"), [("generate", TEXTS[:1]), ("score", [f"{TEXTS[0]}\t{ISO[0]}"]), ("embed", ["w7"])]
 )
-def test_the_threads_that_are_asked_for_run(
+def test_the_requested_number_of_threads_runs(
     command: str, arguments: list[str], dates_bundle: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = ENCODER if command == "embed" else dates_bundle
@@ -64,7 +64,7 @@ def test_texts_from_a_file_or_standard_input(dates_bundle: Path, tmp_path: Path,
     assert (tmp_path / "out").read_text().splitlines() == ISO
 
 
-def test_json_says_all_that_the_library_says(dates_bundle: Path) -> None:
+def test_json_output_has_all_fields_of_the_result(dates_bundle: Path) -> None:
     result = run("generate", dates_bundle, *TEXTS, "--json", "--num-beams", 4, "--num-return-sequences", 2)
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     with tfexport.load(dates_bundle) as model:
@@ -83,7 +83,7 @@ def test_several_texts_an_input_are_numbered_and_scored(dates_bundle: Path) -> N
     assert float(rows[0][1]) > float(rows[1][1]) >= float(rows[2][1])
 
 
-def test_texts_that_are_fewer_than_asked_for_stay_with_their_input(dates_bundle: Path) -> None:
+def test_fewer_outputs_than_requested_stay_with_their_input(dates_bundle: Path) -> None:
     """Two tokens may be said, so that there are two alternatives of the three that are asked for."""
     left = [VOCAB["1"], VOCAB["2"]]
     banned = ",".join(str(token) for token in VOCAB.values() if token not in left)
@@ -152,7 +152,7 @@ def test_embed_writes_the_vectors_of_the_library() -> None:
         np.testing.assert_allclose([row["embedding"] for row in rows], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_generate_and_embed_name_one_another(dates_bundle: Path) -> None:
+def test_generate_and_embed_refer_to_each_other(dates_bundle: Path) -> None:
     refuses(run("generate", ENCODER, "x"), f"generates no text; use tfexport embed {ENCODER}")
     refuses(run("embed", dates_bundle, "x"), "generate")
     refuses(run("score", ENCODER, "x\ty"), "encoder-only and reads no target; use embed")

@@ -82,7 +82,7 @@ def later_checkpoint(own: Path, path: Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def test_weights_that_are_not_those_of_the_reference_are_refused(own: Path, tmp_path: Path) -> None:
+def test_weights_other_than_those_of_the_reference_are_refused(own: Path, tmp_path: Path) -> None:
     """In one line that names both, and the layout that the reference has proven imports them."""
     words = ["--reference", own / "reference.safetensors"]
     result = run(own / "model.pt", "--output", tmp_path / "m", *words)
@@ -110,7 +110,7 @@ def test_weights_are_the_same_in_every_format_and_width_that_holds_them(own: Pat
     assert "not compared" not in result.stderr
 
 
-def test_a_reference_of_before_has_no_sums_of_the_weights(own: Path, tmp_path: Path) -> None:
+def test_an_older_reference_has_no_checksums_of_weights(own: Path, tmp_path: Path) -> None:
     """The outputs of the checkpoint's own weights decide."""
     with safe_open(own / "reference.safetensors", "pt") as file:
         metadata = {name: value for name, value in file.metadata().items() if name not in ("weights", "sha256")}
@@ -155,7 +155,7 @@ def test_switches_and_tokens_are_set(own: Path, tmp_path: Path) -> None:
     assert config.encoder.num_heads == 6
 
 
-def test_force_replaces_a_model_directory_and_nothing_else(own: Path, tmp_path: Path) -> None:
+def test_force_replaces_only_model_directories(own: Path, tmp_path: Path) -> None:
     words = ["--layout", own / "identity.yaml", "--heads", 4]
     for _ in range(2):
         run(own / "canonical.safetensors", "--output", tmp_path / "m", *words, "--force")
@@ -184,7 +184,7 @@ def test_the_output_may_be_a_link_and_no_file(own: Path, tmp_path: Path) -> None
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_without_a_reference_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) -> None:
+def test_without_a_reference_a_guess_must_be_accepted(own: Path, tmp_path: Path) -> None:
     words = [own / "model.pt", "--output", tmp_path / "m", "--heads", 6]
     message = error(*words)
     assert "the layout notebook-004 is a guess from names and shapes without proof" in message
@@ -193,14 +193,14 @@ def test_without_a_reference_a_guess_has_to_be_accepted(own: Path, tmp_path: Pat
     assert "layout notebook-004, unproven: " in run(*words, "--accept-unverified").stdout
 
 
-def test_a_budget_that_is_too_small_says_so(own: Path, tmp_path: Path) -> None:
+def test_a_budget_that_is_too_small_is_reported(own: Path, tmp_path: Path) -> None:
     words = ["--output", tmp_path / "m", "--reference", own / "no_heads.safetensors", "--no-builtin"]
     message = error(own / "model.pt", *words, "--search-budget", 3, code=2)
     assert "tried 1 mappings with 3 candidates, the limit; raise it with --search-budget 30" in message
     assert ", proven: " in run(own / "model.pt", *words).stdout
 
 
-def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_progress(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     controller, terminal = pty.openpty()
     shown: list[bytes] = []
 
@@ -239,7 +239,7 @@ def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: p
         (["--heads", "0", "--set", "eps=1"], "num_heads is 0, expected a whole number, 1 or more"),
     ],
 )
-def test_what_is_wrong_is_one_line(words: list[str], problem: str, own: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_reported_in_one_line(words: list[str], problem: str, own: Path, tmp_path: Path) -> None:
     given = [word.format(tmp=tmp_path) for word in words]
     assert problem in error(own / "model.pt", "--output", tmp_path / "m", *given)
     assert not (tmp_path / "m").exists()

@@ -20,7 +20,7 @@ def read(data: bytes) -> list[str]:
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), min_size=1), min_size=1))
-def test_what_is_written_is_read(texts: list[str]) -> None:
+def test_what_is_written_is_read_back(texts: list[str]) -> None:
     texts = [f"a{text}" for text in texts]
     assert read("\n".join(texts).encode()) == texts
     assert read("".join(f"{text}\r\n" for text in texts).encode("utf-8-sig")) == texts
@@ -30,7 +30,7 @@ def test_only_line_feeds_end_a_line() -> None:
     assert read("a\u2028b\x0bc\x85d\ne".encode()) == ["a\u2028b\x0bc\x85d", "e"]
 
 
-def test_everything_wrong_is_named_at_once() -> None:
+def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(InputError) as caught:
         read(b"a\n\n\xff\nb\n \t\n\xc3(\n")
     assert str(caught.value) == (
@@ -87,7 +87,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     ("name", "reason"),
     [("missing/out", "No such file or directory"), ("folder", "Is a directory"), ("file/out", "Not a directory")],
 )
-def test_a_place_that_cannot_be_written_is_known_before_the_work(tmp_path: Path, name: str, reason: str) -> None:
+def test_an_unwritable_output_is_reported_before_any_work(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with (

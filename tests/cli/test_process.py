@@ -42,18 +42,18 @@ def test_standard_input_that_is_closed(dates_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("doctor",), ("--help",), (*TINY, "--output", "{}/out")])
-def test_standard_output_that_is_closed_is_known_before_the_work(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_closed_standard_output_is_reported_before_any_work(command: tuple[str, ...], tmp_path: Path) -> None:
     done = shell(*(word.format(tmp_path) for word in command), redirect=">&-")
     refuses(done, "standard output is closed; redirect it, for example to /dev/null")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_standard_error_the_exit_code_says_it(tmp_path: Path) -> None:
+def test_without_standard_error_the_exit_status_shows_the_failure(tmp_path: Path) -> None:
     assert shell("inspect", tmp_path / "nothing", redirect="2>&-").returncode == 1
     assert shell("inspect", tmp_path / "nothing", redirect="2>/dev/full").returncode == 1
 
 
-def test_no_file_gets_the_number_of_a_stream() -> None:
+def test_no_file_gets_the_descriptor_of_a_standard_stream() -> None:
     """Whatever a library writes to its standard error would go into the file."""
     program = "from tfexport.cli.commands import check_streams; check_streams(); print(open('/dev/zero').fileno())"
     command = f"{sys.executable} -c {shlex.quote(program)} <&- 2>&-"

@@ -33,7 +33,7 @@ def test_sums_of_tab_separated_pairs(dates_bundle: Path, scores: list[Score], tm
     assert (tmp_path / "out").read_text().splitlines() == expected
 
 
-def test_what_generate_writes_can_be_scored(dates_bundle: Path) -> None:
+def test_the_output_of_generate_can_be_scored(dates_bundle: Path) -> None:
     given = [source for source, _ in PAIRS[:2]]
     generated = run("generate", dates_bundle, *given, "--num-beams", 2, "--json").stdout
     result = run("score", dates_bundle, "--json", stdin=generated.encode())

@@ -121,7 +121,7 @@ def test_the_estimate_includes_prefill_and_step(dates_bundle: Path) -> None:
     assert whole["prefill"] > 3 * short["prefill"]
 
 
-def test_the_bundle_still_says_the_same(built: Path, dates_bundle: Path) -> None:
+def test_the_bundle_still_gives_the_same_output(built: Path, dates_bundle: Path) -> None:
     assert open_bundle(built).sha256 == open_bundle(dates_bundle).sha256
     assert run("generate", built, "3 March 2026").stdout == "2026-03-03\n"
 
@@ -161,7 +161,7 @@ def test_int8_weights_make_smaller_plans(copy: Path) -> None:
         assert manifest.plans[plan].bytes < whole.plans[plan].bytes
 
 
-def test_an_encoder_alone_gets_one_plan(tmp_path: Path) -> None:
+def test_an_encoder_only_bundle_gets_one_plan(tmp_path: Path) -> None:
     config = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
     save_model(tiny.model(config), tmp_path / "model")
     export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(), verify=False)
@@ -206,7 +206,7 @@ def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_built_is_one_line_and_nothing_is_written(
+def test_a_failed_build_is_one_line_and_writes_nothing(
     dates_bundle: Path, options: list[str], messages: list[str]
 ) -> None:
     result = run("trt", dates_bundle, "--target", "tensorrt-rtx", *options)
@@ -227,7 +227,7 @@ def test_inspect_lists_engines(built: Path) -> None:
         assert "cannot be used here: GPU: built with 8.9, here is none that can be used" in text
 
 
-def test_inspect_says_what_is_damaged_and_shows_the_rest(copy: Path) -> None:
+def test_inspect_reports_damage_and_shows_the_rest(copy: Path) -> None:
     (copy / "engines" / "tensorrt-rtx-static-fp32" / "encoder.plan").write_bytes(b"cut off")
     result = run("inspect", copy)
     assert result.exit_code == 0
@@ -257,7 +257,7 @@ def test_without_a_gpu_an_engine_is_not_loaded(built: Path) -> None:
         load_engine(open_bundle(built), "tensorrt-rtx-static-fp32")
 
 
-def test_the_bits_of_an_invalid_engine_are_named() -> None:
+def test_the_reasons_of_an_invalid_engine_are_named() -> None:
     valid, suboptimal, invalid = (getattr(trt.EngineValidity, name) for name in ("VALID", "SUBOPTIMAL", "INVALID"))
     bits = trt.EngineInvalidityDiagnostics
     assert validity_problem(trt, valid, 0) is None

@@ -87,7 +87,7 @@ def test_settled_sources_are_removed_from_the_batch() -> None:
     assert [rows for rows, _ in session.steps] == [6, 6, 6, 2, 2]
 
 
-def test_bans_may_leave_fewer_hypotheses() -> None:
+def test_banned_tokens_may_leave_fewer_hypotheses() -> None:
     config = DecodeConfig(num_beams=2, num_return_sequences=2, max_new_tokens=1, suppress_tokens=(0, 1, 2, 3, 4))
     (found,) = decode(ScriptedSession(6, drawn(6)), [[9]], config)
     assert [hypothesis.token_ids for hypothesis in found] == [(5,)]

@@ -76,7 +76,7 @@ def test_the_eager_model_and_its_graphs_agree(dates_bundle: Path, beta: float, n
         assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
 
 
-def test_a_text_may_leave_its_prefix(dates_bundle: Path) -> None:
+def test_a_text_may_diverge_from_its_prefix(dates_bundle: Path) -> None:
     with tfexport.load(dates_bundle) as model:
         texts = [
             model.generate(["03/05/2026"], prefixes=["2026-06-0"], prefix_bias_beta=beta)[0].text

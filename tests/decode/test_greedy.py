@@ -34,7 +34,7 @@ def test_fills_the_model_when_no_limit_is_given() -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_long_texts_are_kept_whole(num_beams: int) -> None:
+def test_long_texts_are_not_cut(num_beams: int) -> None:
     script = drawn(6, eos_bias=-99)
     config = DecodeConfig(num_beams=num_beams)
     (found,) = decode(ScriptedSession(6, script, max_target_length=300), [[7]], config)[0]

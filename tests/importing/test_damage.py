@@ -117,7 +117,9 @@ def test_a_file_that_is_cut_short_after_it_was_read_changes_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", SAVE)
-def test_what_is_summed_up_is_what_is_used(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checksum_covers_the_bytes_that_are_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody writes other weights into the file while it is imported."""
     path = saved(kind, tmp_path / "a")
     content, use = path.read_bytes(), files._read_content

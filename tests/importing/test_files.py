@@ -142,7 +142,7 @@ def test_options_of_libraries_that_are_not_installed(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_options_dates_and_numbers_beside_the_weights(beside: Any, tmp_path: Path) -> None:
+def test_options_dates_and_numbers_next_to_the_weights(beside: Any, tmp_path: Path) -> None:
     torch.save({"model": STATE, "beside": beside}, tmp_path / "a.pt")
     assert is_state(read_checkpoint(tmp_path / "a.pt").tensors)
 
@@ -157,7 +157,7 @@ def test_wrappers_inside_of_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["n_averaged", "criterion.weight", "loss_fn.weight", "metrics.total"])
-def test_what_stands_beside_a_prefix_is_left_out(name: str, tmp_path: Path) -> None:
+def test_tensors_without_the_common_prefix_are_ignored(name: str, tmp_path: Path) -> None:
     """AveragedModel counts; a Lightning module has its loss beside its model."""
     torch.save({name: torch.ones(()), **{f"model.{key}": t for key, t in STATE.items()}}, tmp_path / "a.pt")
     found = read_checkpoint(tmp_path / "a.pt")
@@ -190,13 +190,13 @@ def test_averaged_weights_under_keys_of_their_own(tmp_path: Path) -> None:
     assert is_state(dict(sorted(found.items(), reverse=True)), averaged)
 
 
-def test_a_prefix_of_some_keys_is_none(tmp_path: Path) -> None:
+def test_a_prefix_of_only_some_keys_is_not_removed(tmp_path: Path) -> None:
     state = {"model.encoder.weight": torch.ones(2), "lm_head.weight": torch.ones(2)}
     torch.save(state, tmp_path / "a.pt")
     assert is_state(read_checkpoint(tmp_path / "a.pt").tensors, state)
 
 
-def test_parts_that_were_saved_apart_are_joined(tmp_path: Path) -> None:
+def test_separately_saved_parts_are_joined(tmp_path: Path) -> None:
     saved = {"model": {"encoder.w": torch.ones(2)}, "generator": {"weight": torch.ones(3), "bias": torch.ones(1)}}
     torch.save({**saved, "opt": {"layers": 6}, "optim": {"state": {}}}, tmp_path / "onmt.pt")
     assert list(read_checkpoint(tmp_path / "onmt.pt").tensors) == ["encoder.w", "generator.weight", "generator.bias"]
@@ -268,7 +268,7 @@ def test_a_packed_archive_is_refused(tmp_path: Path) -> None:
     assert "is a compressed archive" in says(tmp_path / "a.pt")
 
 
-def test_names_in_an_archive_are_no_paths(tmp_path: Path) -> None:
+def test_names_in_an_archive_are_not_used_as_paths(tmp_path: Path) -> None:
     """A file of torch.save is an archive, and whatever its parts are called, none of them is written anywhere."""
     torch.save(STATE, tmp_path / "whole.pt")
     folder = tmp_path / "in" / "side"
@@ -295,12 +295,12 @@ def test_names_in_an_archive_are_no_paths(tmp_path: Path) -> None:
         ({"model": STATE, "state_dict": STATE}, "holds several state dicts, state_dict, model"),
     ],
 )
-def test_what_is_no_state_dict(saved: Any, problem: str, tmp_path: Path) -> None:
+def test_a_file_without_a_state_dict_is_refused(saved: Any, problem: str, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "a.pt")
     assert problem in says(tmp_path / "a.pt")
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
     assert "is missing" in says(tmp_path / "absent.pt")
     assert "is a directory without config.json and weights" in says(tmp_path)
     (tmp_path / "deep").mkdir()

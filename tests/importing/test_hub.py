@@ -149,8 +149,8 @@ FAULTS = {
     "own/gated": "is gated on the Hub; accept its terms",
     "own/none": "has only 'config.json' on the Hub, expected config.json and one of model.safetensors",
     "own/partial": "cannot be downloaded from the Hub (404 Client Error",
-    "own/tiny@v9": "is no revision on the Hub; give a branch, tag or commit",
-    "own/unknown": "is no path here and no public repository on the Hub",
+    "own/tiny@v9": "is not a revision of the repository; give a branch, tag or commit",
+    "own/unknown": "is neither a path here nor a public repository on the Hub",
 }
 
 

@@ -143,7 +143,7 @@ def bundle(unproven: Made, tmp_path: Path) -> Path:
     return Path(shutil.copytree(unproven.bundle, tmp_path / "bundle"))
 
 
-def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, proven: Made) -> None:
+def test_recorded_texts_set_and_prove_their_special_tokens(user: User, proven: Made) -> None:
     result = proven.imported
     assert "source prefix 1: as in the recorded texts" in result.stderr
     assert "source suffix 2: as in the recorded texts" in result.stderr
@@ -163,7 +163,7 @@ def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, pro
     assert "source_suffix  2" in said
 
 
-def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bundle: Path) -> None:
+def test_provenance_of_the_weights_is_passed_on(user: User, unproven: Made, bundle: Path) -> None:
     """Into the certificate, from there into the bundle, and stays when that gets another tokenizer."""
     content = (user.folder / "model.pt").read_bytes()
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -186,7 +186,7 @@ def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bund
         assert f"  imported from model.pt, sha256 {entry['sha256']}\n" in ran("inspect", path).output
 
 
-def test_without_recorded_texts_it_is_announced_and_options_repair_it(
+def test_without_recorded_texts_special_tokens_are_reported_and_can_be_set(
     user: User, proven: Made, unproven: Made, tmp_path: Path
 ) -> None:
     assert "warning: sources do not end with 2;" in unproven.imported.stderr
@@ -224,7 +224,7 @@ def test_a_difference_ends_the_import(user: User, tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
-def test_a_mistake_after_the_import_is_found_by_the_export(proven: Made, tmp_path: Path) -> None:
+def test_the_export_finds_a_tokenizer_changed_after_the_import(proven: Made, tmp_path: Path) -> None:
     shutil.copytree(proven.model, tmp_path / "m")
     text = json.loads((tmp_path / "m" / "text.json").read_text())
     (tmp_path / "m" / "text.json").write_text(json.dumps({**text, "source_suffix": []}))
@@ -243,7 +243,7 @@ def test_a_mistake_after_the_import_is_found_by_the_export(proven: Made, tmp_pat
     ],
     ids=["missing", "range", "raises"],
 )
-def test_what_cannot_be_recorded_is_said(user: User, changes: dict[str, object], message: str) -> None:
+def test_invalid_texts_are_not_recorded(user: User, changes: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         user.record("bad", user.inputs[:2], **changes)
     assert not (user.folder / "bad.golden.safetensors").exists()

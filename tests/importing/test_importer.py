@@ -66,7 +66,7 @@ def test_ties_that_a_file_stores_once_are_those_of_the_reference(
         assert (ours(*batch) - forward(model.double(), *batch)).abs().max() < 1e-6
 
 
-def test_what_is_found_takes_the_place_of_what_a_layout_says_even_where_it_is_a_default(tmp_path: Path) -> None:
+def test_found_settings_replace_those_of_a_layout(tmp_path: Path) -> None:
     """A Marian of transformers' defaults: embeddings not scaled, where the layout scales them, and GELU."""
     recorded("Marian", tmp_path, **MARIAN)
     lines: list[str] = []
@@ -78,7 +78,7 @@ def test_what_is_found_takes_the_place_of_what_a_layout_says_even_where_it_is_a_
     assert (imported.config.embedding_scale, imported.config.activation) == (1.0, "gelu")
 
 
-def test_a_directory_of_an_unknown_family_is_told_by_a_reference(tmp_path: Path) -> None:
+def test_a_reference_proves_a_directory_of_an_unknown_family(tmp_path: Path) -> None:
     """The tokens are those of its config.json."""
     recorded("MBart", tmp_path)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -62,7 +62,7 @@ def says(path: Path) -> str:
     return str(caught.value)
 
 
-def test_every_kind_is_named_at_once_with_its_remedy(tmp_path: Path) -> None:
+def test_all_unsupported_tensors_are_named_with_the_remedy(tmp_path: Path) -> None:
     tensors = {f"layers.0.{name}": quietly(make) for name, (make, _) in KINDS.items()}
     torch.save({**tensors, "plain": torch.ones(2)}, tmp_path / "a.pt")
     message = quietly(lambda: says(tmp_path / "a.pt"))  # type: ignore[arg-type, return-value]
@@ -79,7 +79,7 @@ def test_a_jagged_tensor_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "holds nested jagged tensors, expected plain tensors; save them dense and whole" in says(tmp_path / "a.pt")
 
 
-def test_an_expanded_tensor_loads_as_what_it_says(tmp_path: Path) -> None:
+def test_an_expanded_tensor_loads_with_its_values(tmp_path: Path) -> None:
     """A bias that one number stands for, and a mask that nobody reads."""
     weights = state()
     weights["enc.layers.0.norm1.bias"] = torch.full((1,), 0.25).expand(32)
@@ -92,7 +92,7 @@ def test_an_expanded_tensor_loads_as_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\udc80", "a\0", "\u202ea"])
-def test_names_that_are_no_text_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_that_are_not_text_are_refused(name: str, tmp_path: Path) -> None:
     torch.save({name: torch.ones(2)}, tmp_path / "a.pt")
     assert "expected text; save the state dict alone" in says(tmp_path / "a.pt")
 
@@ -118,7 +118,7 @@ ODD: tuple[Any, ...] = ([], {"a": []}, -1, True, "\ud800", 2**70)
 
 
 @pytest.mark.parametrize("model_type", ["bart", "t5", "odd"])
-def test_values_of_a_config_that_nobody_expects_are_one_line(model_type: str, tmp_path: Path) -> None:
+def test_unexpected_values_of_a_config_are_one_line(model_type: str, tmp_path: Path) -> None:
     """Of every key that is read; lists and objects cannot be looked up as names."""
     keys = [
         *("model_type", "activation_function", "feed_forward_proj", "scale_embedding", "tie_word_embeddings"),

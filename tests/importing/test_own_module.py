@@ -59,21 +59,21 @@ def check_texts(bundle: Path, texts: list[str], expected: list[str]) -> None:
     assert (done.exit_code, done.stdout.splitlines()) == (0, expected)
 
 
-def test_a_rotary_model_says_what_its_author_s_code_says(bundle: Path) -> None:
+def test_a_rotary_model_equals_its_own_code(bundle: Path) -> None:
     words, model = Tokenizer.from_file(str(modern.WORDS)), modern.module().eval()
     texts = ["w7 w8 w9", "W12 w30 w31", "w40", "w5 w6 w7 w8 w9 w10 w11"]
     expected = [words.decode(modern.greedy(model, [*words.encode(text.lower()).ids, 2], 9)) for text in texts]
     check_texts(bundle, texts, expected)
 
 
-def test_a_module_of_pytorch_s_own_says_what_its_author_s_code_says(translator: Path) -> None:
+def test_a_module_of_nn_transformer_equals_its_own_code(translator: Path) -> None:
     source, target = (Tokenizer.from_file(str(path)) for path in (tutorial.SOURCE, tutorial.TARGET))
     forward, texts = partial(tutorial.trained, tutorial.module().eval()), ["w7 w8 w9", "w5", "w12 w30 w31 w32"]
     expected = [target.decode(modern.greedy(forward, [1, *source.encode(text).ids, 2], 9)) for text in texts]
     check_texts(translator, texts, expected)
 
 
-def test_the_manifest_says_what_the_bundle_was_made_from(bundle: Path, translator: Path) -> None:
+def test_the_manifest_names_the_source_of_the_bundle(bundle: Path, translator: Path) -> None:
     manifest, theirs = open_bundle(bundle).manifest, open_bundle(translator).manifest
     assert manifest.config is None
     assert manifest.module is not None
@@ -97,7 +97,7 @@ def test_the_manifest_says_what_the_bundle_was_made_from(bundle: Path, translato
     assert manifest.module.weights_sha256 in shown
 
 
-def test_opening_a_bundle_imports_nothing_that_it_names(bundle: Path) -> None:
+def test_opening_a_bundle_does_not_import_its_module(bundle: Path) -> None:
     code = (
         "import sys, tfexport\n"
         "from tfexport.describe import inspect_path\n"
@@ -109,7 +109,7 @@ def test_opening_a_bundle_imports_nothing_that_it_names(bundle: Path) -> None:
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_verify_compares_with_the_module_again_and_with_no_other(bundle: Path) -> None:
+def test_verify_compares_only_with_the_original_module(bundle: Path) -> None:
     assert "recorded texts" in ran("verify", bundle, "--against", f"{MODERN}:make", "--samples", 2).stdout
     wrong = run("verify", bundle, "--against", f"{MODERN}:wrong_reference", "--samples", 2)
     assert wrong.exit_code == 2
@@ -159,7 +159,7 @@ def test_an_encoder_alone_has_no_loop() -> None:
     assert any(problem.startswith("generate ") for problem in caught.value.problems)
 
 
-def test_what_needs_the_module_names_the_option_that_gives_it(bundle: Path) -> None:
+def test_errors_without_the_module_name_its_option(bundle: Path) -> None:
     needs = (
         f"error: {bundle}: holds graphs and no model to compare with; "
         "give the PACKAGE.MODULE:FACTORY that it was made from with --against\n"
@@ -187,14 +187,14 @@ def test_what_needs_the_module_names_the_option_that_gives_it(bundle: Path) -> N
         (f"{MODERN}:everything_wrong", "texts are given, but no tokenizers to compare with them"),
     ],
 )
-def test_a_factory_that_gives_no_module_is_one_line(name: str, problem: str, tmp_path: Path) -> None:
+def test_a_factory_without_a_module_is_one_line(name: str, problem: str, tmp_path: Path) -> None:
     done = run("onnx", name, "--output", tmp_path / "bundle")
     assert done.exit_code == 1
     assert problem in done.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 
-def test_the_error_of_the_author_s_code_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_module_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the working directory is found, though the command is installed elsewhere."""
     (tmp_path / "broken.py").write_text("def make():\n    return 1 / 0\n")
     monkeypatch.chdir(tmp_path)
@@ -204,7 +204,7 @@ def test_the_error_of_the_author_s_code_names_its_line(tmp_path: Path, monkeypat
     assert done.stderr.splitlines()[-1].startswith(expected)
 
 
-def test_lengths_are_limited_by_the_module_s_own(tmp_path: Path) -> None:
+def test_the_module_limits_the_lengths(tmp_path: Path) -> None:
     done = run("onnx", f"{MODERN}:make", "--output", tmp_path / "b", "--max-target-length", 33)
     assert "max_target_length is 33, expected at most 32 as in the module's spec; lower it" in done.stderr
 

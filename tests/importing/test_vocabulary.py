@@ -89,7 +89,9 @@ def enlarge_charsmap(proto: Any) -> None:
         (enlarge_charsmap, "has a damaged character map"),
     ],
 )
-def test_a_model_that_was_made_to_harm_is_refused(change: Callable[[Any], None], problem: str, tmp_path: Path) -> None:
+def test_a_malicious_sentencepiece_model_is_refused(
+    change: Callable[[Any], None], problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "spm.model"
     train(path)
     proto = read_sentencepiece(path)

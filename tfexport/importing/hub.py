@@ -22,10 +22,13 @@ _LOGIN = "run hf auth login or set HF_TOKEN"
 # Problem and remedy, by the name of an error's class.
 _EXPLAINED = {
     "GatedRepoError": f"is gated on the Hub; accept its terms on its page, then {_LOGIN}",
-    "RepositoryNotFoundError": f"is no path here and no public repository on the Hub; check it; if private, {_LOGIN}",
-    "RevisionNotFoundError": "is no revision on the Hub; give a branch, tag or commit of the repository",
-    "LocalEntryNotFoundError": "is no path here, not in the Hub's cache, and the Hub is out of reach; check it",
-    "ImportError": f"is no path here, and no download without huggingface_hub; {install_command('huggingface_hub')}",
+    "RepositoryNotFoundError": "is neither a path here nor a public repository on the Hub; check the name; "
+    f"if it is private, {_LOGIN}",
+    "RevisionNotFoundError": "is not a revision of the repository; give a branch, tag or commit",
+    "LocalEntryNotFoundError": "is neither a path here nor in the cache of the Hub, which cannot be reached; "
+    "check the name and the network",
+    "ImportError": "is not a path here, and a download from the Hub needs huggingface_hub; "
+    f"{install_command('huggingface_hub')}",
     "Exception": "cannot be downloaded from the Hub ({}); try again later",
 }
 
@@ -92,7 +95,8 @@ def _described(folder: Path) -> dict[str, str]:
     """Return license and task that a model card or a license file states."""
     card, terms = _head(folder / CARD), _head(folder / _TERMS)
     front = card.partition("\n---")[0] if card.startswith("---") else ""
-    found = {name: known for title, known in _TITLES.items() if title in terms[:200] for name in ("license",)}
+    licenses = [name for title, name in _TITLES.items() if title in terms[:200]]
+    found = {"license": licenses[0]} if licenses else {}
     if re.search(r"^ *- *translation *$", front, re.MULTILINE):  # models older than `pipeline_tag`
         found["pipeline_tag"] = "translation"
     found |= re.findall(r"^(license|pipeline_tag): *[\"']?([\w.+-]+)", front, re.MULTILINE)

@@ -100,14 +100,14 @@ def test_other_implementations_are_found_without_their_layouts(name: str) -> Non
     check(reference, detect(tensors, reference, [], budget=Budget(ENOUGH)), tensors, within=1e-6)
 
 
-def test_heads_are_found_where_nobody_tells(tmp_path: Path) -> None:
+def test_the_number_of_heads_is_found(tmp_path: Path) -> None:
     reference = made("Square", tmp_path / "g", heads=None)
     found = detect(reference.state, reference, [])
     check(reference, found)
     assert found.layout.arch["num_heads"] == HEADS
 
 
-def test_what_is_given_is_not_searched(reference_of: Callable[[str], ReferenceOutputs]) -> None:
+def test_given_settings_are_not_searched(reference_of: Callable[[str], ReferenceOutputs]) -> None:
     reference = reference_of("Mixed")
     found = detect(reference.state, reference, [], settings={"norm": "std"}, budget=Budget(100))
     assert found.search is not None
@@ -122,7 +122,9 @@ def test_wrong_heads_are_not_accepted(reference_of: Callable[[str], ReferenceOut
     assert not found.search.accepted
 
 
-def test_a_failed_search_says_how_near_it_came(reference_of: Callable[[str], ReferenceOutputs], tmp_path: Path) -> None:
+def test_a_failed_search_reports_the_best_error(
+    reference_of: Callable[[str], ReferenceOutputs], tmp_path: Path
+) -> None:
     """A model that no layout expresses: its decoder subtracts where others add."""
 
     class Odd(NumberedBlocks):
@@ -159,7 +161,7 @@ def test_two_layouts_that_fit_by_name_are_both_named() -> None:
         ({f"conv.{i}.weight": torch.ones(8, 8, 3, 3) for i in range(9)}, "no list of equal layers"),
     ],
 )
-def test_what_is_no_transformer_is_refused(tensors: dict[str, Tensor], message: str) -> None:
+def test_other_networks_are_refused(tensors: dict[str, Tensor], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         next(drafts(tensors))
 
@@ -170,7 +172,7 @@ def test_layers_without_a_network_are_refused() -> None:
         next(drafts(tensors))
 
 
-def test_heads_that_share_keys_are_as_many_as_rows_of_keys_allow() -> None:
+def test_the_number_of_key_value_heads_follows_from_the_keys() -> None:
     shapes = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "ff.0": (16, 8), "ff.2": (8, 16)}
     tensors = {f"layers.{i}.{name}.weight": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
     tensors |= {f"layers.{i}.norm{n}.weight": torch.ones(8) for i in range(2) for n in (1, 2)}

@@ -71,7 +71,7 @@ def test_a_list_of_both_sides_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("encoder", "decoder"), [(1, 3), (3, 1)])
-def test_one_layer_before_or_behind_others_is_no_side(encoder: int, decoder: int) -> None:
+def test_a_layer_before_or_after_the_others_is_no_side(encoder: int, decoder: int) -> None:
     """A single element may be anything: a stem, a head, a whole encoder."""
     with pytest.raises(CheckpointError, match="no list of equal layers"):
         next(drafts(OneList(encoder, decoder).state_dict()))

@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[nn.Module, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_unsupported_architecture_is_named_with_what_works(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_named_with_an_alternative(name: str, tmp_path: Path) -> None:
     model, kind, remedy = REFUSED[name]
     torch.save(model.state_dict(), tmp_path / "model.pt")
     with pytest.raises(CheckpointError) as caught:

@@ -42,7 +42,7 @@ def found(reference: ReferenceOutputs, limit: int = 20_000) -> tuple[Detection, 
     return detect(reference.state, reference, [], budget=budget, settings=GIVEN), budget
 
 
-def test_a_search_does_not_look_at_the_clock(reference: ReferenceOutputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_does_not_depend_on_the_clock(reference: ReferenceOutputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine where every step takes an hour, a search finds the same with the same work."""
     quiet, spent = found(reference)
     # The right mapping comes first, and few of its switches have unusual values.
@@ -57,7 +57,7 @@ def test_a_search_does_not_look_at_the_clock(reference: ReferenceOutputs, monkey
     assert again.spent == spent.spent
 
 
-def test_a_budget_cuts_a_search_and_a_larger_one_ends_it(reference: ReferenceOutputs) -> None:
+def test_a_budget_stops_a_search_and_a_larger_one_completes_it(reference: ReferenceOutputs) -> None:
     _, whole = found(reference)
     for limit, is_enough in ((1, False), (whole.spent - 2, False), (whole.spent, True)):
         result, budget = found(reference, limit)
@@ -143,7 +143,7 @@ def test_a_layout_that_does_not_fit_is_left_at_its_first_key() -> None:
     assert work(lambda: [fits_names(layout, keys) for layout in layouts]) < 20_000
 
 
-def test_ties_are_looked_up() -> None:
+def test_equal_tensors_are_found_by_hash() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def complete(n: int) -> None:

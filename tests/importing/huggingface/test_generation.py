@@ -71,7 +71,7 @@ def drawn_defaults(rng: np.random.Generator, pad: int, eos: int, start: int) -> 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_directory_says_what_it_says_in_transformers(name: str, place: str, tmp_path: Path) -> None:
+def test_a_directory_generates_as_in_transformers(name: str, place: str, tmp_path: Path) -> None:
     rng = np.random.default_rng((len(name), len(place)))
     config = CONFIGS[name]
     pad, ends = config["pad_token_id"], config["eos_token_id"]
@@ -145,22 +145,20 @@ NO_END = "has no eos_token_id: transformers ends texts only at the limit"
         ),
     ],
 )
-def test_a_line_names_each_thing_that_is_taken_or_left_out(
-    said: dict[str, Any], lines: list[str], tmp_path: Path
-) -> None:
+def test_each_applied_or_ignored_setting_is_reported(said: dict[str, Any], lines: list[str], tmp_path: Path) -> None:
     assert opus(tmp_path, **said) == [f"generation_config.json: {line}" for line in lines]
     is_changed = any(line.startswith("the defaults are") for line in lines)
     assert (tmp_path / "model" / "generation.json").exists() == is_changed
 
 
-def test_a_least_that_is_above_the_limit_is_the_limit(tmp_path: Path) -> None:
+def test_a_minimum_length_above_the_limit_becomes_the_limit(tmp_path: Path) -> None:
     opus(tmp_path, max_new_tokens=3, min_new_tokens=9)
     found = json.loads((tmp_path / "model" / "generation.json").read_text())
     config = GenerationDefaults.from_dict(found, subject="generation.json").overridden({})
     assert (config.min_new_tokens, config.max_new_tokens) == (3, 3)
 
 
-def test_tokens_that_are_given_go_before_those_of_the_file(tmp_path: Path) -> None:
+def test_given_token_ids_override_those_of_the_file(tmp_path: Path) -> None:
     published.write(tmp_path / "hf", "opus-mt", {"eos_token_id": [0, 7], "decoder_start_token_id": 3})
     defaults, _ = imported(tmp_path)
     assert (defaults.eos_token_id, defaults.decoder_start_token_id) == ((0, 7), None)
@@ -181,7 +179,7 @@ def test_tokens_that_are_given_go_before_those_of_the_file(tmp_path: Path) -> No
         ({"num_return_sequences": 3}, "num_return_sequences is 3 but num_beams is 1"),
     ],
 )
-def test_what_cannot_be_is_refused(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(said: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         opus(tmp_path, **said)
     assert str(caught.value).startswith("generation_config.json: ")

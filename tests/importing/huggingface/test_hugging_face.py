@@ -96,7 +96,7 @@ def assert_same_texts(ours: Transformer, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_published_directory_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+def test_a_published_directory_generates_as_in_transformers(name: str, tmp_path: Path) -> None:
     """Compare logits, and texts generated with the defaults in its config.json from six random sources."""
     published.write(tmp_path / "hf", name)
     found, ours = imported(tmp_path)
@@ -119,7 +119,7 @@ def test_a_published_directory_says_what_transformers_says(name: str, tmp_path: 
     assert [list(best.token_ids) for (best, *_) in outputs] == rows
 
 
-def test_transformers_5_scales_what_the_config_of_umt5_does_not(tmp_path: Path) -> None:
+def test_transformers_5_scales_the_logits_of_umt5_despite_its_config(tmp_path: Path) -> None:
     """If this fails, remove the difference from docs/guides/hugging-face.md and `published.load`."""
     published.write(tmp_path / "hf", "umt5-small")
     _, ours = imported(tmp_path)
@@ -137,7 +137,7 @@ def test_transformers_5_scales_what_the_config_of_umt5_does_not(tmp_path: Path) 
         ("bart-base", "added the prefix 'model.' to the keys, as in the whole model"),
     ],
 )
-def test_what_is_left_out_is_said_in_one_line(name: str, line: str, tmp_path: Path) -> None:
+def test_ignored_tensors_are_reported_in_one_line(name: str, line: str, tmp_path: Path) -> None:
     published.write(tmp_path / "hf", name)
     lines: list[str] = []
     imported(tmp_path, lines)
@@ -176,7 +176,7 @@ def test_start_end_and_padding(
     assert (found.start, found.eos, found.pad) == tokens
 
 
-def test_a_token_that_is_said_to_be_nothing_can_be_given(tmp_path: Path) -> None:
+def test_a_token_that_the_config_sets_to_null_can_be_given(tmp_path: Path) -> None:
     published.write(tmp_path / "hf", "flan-t5-small", pad_token_id=None)
     with pytest.raises(
         CheckpointError, match=r"pad_token_id is None, expected a whole number; give --set tokens.pad=ID"
@@ -220,7 +220,7 @@ def untie(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
 
 
-def test_a_shared_table_that_is_left_over_is_left_out(tmp_path: Path) -> None:
+def test_an_unused_shared_table_is_ignored(tmp_path: Path) -> None:
     """Where nothing is tied, transformers writes a table `shared` that no part of the model reads."""
     today(tmp_path, "bart-large-cnn")
     untie(tmp_path / "hf")
@@ -257,7 +257,7 @@ def test_tables_of_an_odd_width(name: str, stored: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model_type", ["led", "longt5", "switch_transformers", "blenderbot-small"])
-def test_another_family_is_named_with_the_way(model_type: str, tmp_path: Path) -> None:
+def test_an_unknown_family_is_refused_with_the_remedy(model_type: str, tmp_path: Path) -> None:
     folder = published.write(tmp_path / "hf", "bart-base")
     (folder / "config.json").write_text(json.dumps({**CONFIGS["bart-base"], "model_type": model_type}))
     with pytest.raises(CheckpointError) as caught:
@@ -313,7 +313,7 @@ def drawn(name: str, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_whatever_a_config_says(name: str, seed: int, tmp_path: Path) -> None:
+def test_any_config_imports_or_is_refused_in_one_line(name: str, seed: int, tmp_path: Path) -> None:
     """Write directories as transformers does today, with random settings."""
     derived = ("dense_act_fn", "is_gated_act")  # of feed_forward_proj
     config = {key: value for key, value in CONFIGS[name].items() if key not in derived} | drawn(name, seed)
@@ -334,7 +334,9 @@ def test_whatever_a_config_says(name: str, seed: int, tmp_path: Path) -> None:
         ("encoder", {"rope_theta": 0}, "encoder.rope_theta is 0, expected a number above 0"),
     ],
 )
-def test_what_t5gemma_may_not_say(side: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_unsupported_settings_of_t5gemma_are_refused(
+    side: str, changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     published.write(tmp_path / "hf", "t5gemma-s-s")
     said = dict(CONFIGS["t5gemma-s-s"])
     said[side] = {**said[side], **changes}
@@ -344,7 +346,7 @@ def test_what_t5gemma_may_not_say(side: str, changes: dict[str, Any], problem: s
     assert problem in str(caught.value)
 
 
-def test_the_longest_text_of_t5gemma_is_what_its_window_holds(tmp_path: Path) -> None:
+def test_the_window_of_t5gemma_limits_its_texts(tmp_path: Path) -> None:
     published.write(tmp_path / "hf", "t5gemma-s-s")
     assert imported(tmp_path)[0].config.max_target_length == 20
     said = dict(CONFIGS["t5gemma-s-s"])
@@ -384,7 +386,7 @@ def test_the_tokenizer_of_a_directory_is_used_unless_another_is_given(tmp_path: 
     assert (tmp_path / "second" / "tokenizer.json").read_bytes() == other.read_bytes()
 
 
-def test_a_tokenizer_that_does_not_fit_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_fit_is_ignored_with_the_reason(tmp_path: Path) -> None:
     words(published.write(tmp_path / "hf", "bart-base"), VOCAB + 1)
     lines: list[str] = []
     imported(tmp_path, lines)

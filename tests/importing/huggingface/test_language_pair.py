@@ -158,7 +158,7 @@ def test_ids_of_nllb(legacy: bool, tmp_path: Path) -> None:
     assert all(ours.target_id(language) == theirs.convert_tokens_to_ids(language) for language in [*NLLB, "<mask>"])
 
 
-def test_a_language_that_somebody_added(tmp_path: Path) -> None:
+def test_an_added_language_is_found(tmp_path: Path) -> None:
     _, found = nllb(tmp_path)
     added = found.source_vocab - 2
     config = ImportConfig(source_language="tyv_Cyrl")
@@ -194,7 +194,7 @@ def test_the_language_of_a_tokenizer_json(family: str, tmp_path: Path) -> None:
     assert opened(tmp_path / "model")[1].given()
 
 
-def test_targets_of_marian_are_said_by_its_sources(tmp_path: Path) -> None:
+def test_the_source_of_marian_names_the_target_language(tmp_path: Path) -> None:
     theirs, found = marian(tmp_path)
     write_model(tmp_path, found)
     import_checkpoint(tmp_path, tmp_path / "model", ImportConfig(target_language="fra"))
@@ -202,7 +202,7 @@ def test_targets_of_marian_are_said_by_its_sources(tmp_path: Path) -> None:
     assert ours.encode(["the tokenizer"])[0] == theirs(">>fra<< the tokenizer").input_ids
 
 
-def test_what_is_no_language_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_language_is_refused(tmp_path: Path) -> None:
     def refused(path: Path, **given: Any) -> str:
         with pytest.raises((CheckpointError, ConfigError)) as caught:
             import_checkpoint(path, tmp_path / "model", ImportConfig(**given))

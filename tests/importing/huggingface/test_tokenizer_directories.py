@@ -150,7 +150,7 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int] | None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_becomes_the_ids_of_transformers_and_text_again(family: str, tmp_path: Path) -> None:
+def test_ids_and_decoded_text_equal_transformers(family: str, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     theirs, found = FAMILIES[family](tmp_path / "hf")
     ours = imported(tmp_path / "hf", found, tmp_path / "ours")
@@ -264,7 +264,7 @@ def test_blenderbot_ends_its_sources(tmp_path: Path) -> None:
         ("m2m_100", {"src_lang": "de"}, "src_lang is 'de', expected one of"),
     ],
 )
-def test_a_family_or_language_that_is_not_known(
+def test_an_unknown_family_or_language_is_refused(
     model_type: str, settings: dict[str, object], problem: str, tmp_path: Path
 ) -> None:
     train(tmp_path / "sentencepiece.bpe.model")
@@ -283,7 +283,7 @@ def test_a_family_or_language_that_is_not_known(
         ([], "has no tokenizer file"),
     ],
 )
-def test_a_directory_that_is_none(files: list[str], problem: str, tmp_path: Path) -> None:
+def test_a_path_without_a_directory_is_refused(files: list[str], problem: str, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).write_text(json.dumps({"<unk>": 0, "a": 1}))
     with pytest.raises(CheckpointError, match=problem):

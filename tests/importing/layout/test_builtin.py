@@ -65,7 +65,7 @@ def test_a_recorded_model_is_reproduced(name: str) -> None:
 
 @recorded
 @pytest.mark.parametrize("name", NAMES)
-def test_its_names_fit_no_other_layout(name: str) -> None:
+def test_the_names_fit_no_other_layout(name: str) -> None:
     fitting = [layout.name for layout in builtin_layouts().values() if fits_names(layout, state(name))]
     # UMT5 has the names of T5 v1.1, and a bias in every layer, which applying asks for.
     more = ["hf_umt5"] if name == "hf_t5_v1_1" else []
@@ -80,7 +80,7 @@ KEYS = ("enc.layers.*.self", "dec.layers.*.self", "dec.layers.*.cross")
 
 @recorded
 @pytest.mark.parametrize("name", CERTIFIED)
-def test_the_certificate_lists_what_cannot_matter_and_nothing_else(name: str) -> None:
+def test_the_certificate_lists_only_settings_without_effect(name: str) -> None:
     canonical = apply(name)
     certificate = certify(canonical, reference(name), name, baseline=builtin_layouts()[LAYOUTS[name]].baseline)
     expected = set()
@@ -142,12 +142,12 @@ def bart() -> nn.Module:
 
 
 @recorded
-def test_a_relative_bias_tells_the_heads() -> None:
+def test_the_relative_bias_gives_the_number_of_heads() -> None:
     found = apply_layout(builtin_layouts()["hf_t5"], state("hf_t5"))
     assert found.config.encoder.num_heads == reference("hf_t5").heads
 
 
-def test_a_layout_asked_for_by_name_reads_config_json_too(tmp_path: Path) -> None:
+def test_a_layout_given_by_name_reads_config_json_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     bart().save_pretrained(tmp_path / "hf")
     certificate = import_checkpoint(tmp_path / "hf", tmp_path / "model").certificate

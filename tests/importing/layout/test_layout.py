@@ -52,7 +52,7 @@ def test_arithmetic(text: str, value: float) -> None:
         *("9 ** 9 ** 9 ** 9", "1 / 0", "sqrt(-1)", "(-8) ** 0.5", "unknown", "1j"),
     ],
 )
-def test_arithmetic_takes_nothing_else(text: str) -> None:
+def test_other_syntax_than_arithmetic_is_refused(text: str) -> None:
     says(ConfigError, lambda: evaluate(text, {"d_model": 32}))
 
 
@@ -114,7 +114,7 @@ def test_parts_and_heads() -> None:
         ("a" + ".{a,b,c,d,e,f,g,h,i,j}" * 5, "b", "its lists give more than 10000 names"),
     ],
 )
-def test_a_line_that_cannot_be(source: str, target: str, problem: str) -> None:
+def test_an_invalid_line_is_refused(source: str, target: str, problem: str) -> None:
     assert problem in says(ConfigError, lambda: Rule(source, target))
 
 
@@ -196,7 +196,7 @@ def test_a_fold_that_does_not_fit(steps: str, parts: int, problem: str) -> None:
 
 
 @pytest.mark.parametrize("step", ["eval 1", "squeeze 1", "mul", "add_scaled 1", "mul os.system", "slice x(1)"])
-def test_a_fold_that_is_none(step: str) -> None:
+def test_an_unknown_fold_is_refused(step: str) -> None:
     says(ConfigError, lambda: parse_step(step))
 
 
@@ -296,7 +296,7 @@ START = "layout: 1\nname: a\nmap: [a -> out.bias]\n"
         ("x" * (1024 * 1024 + 1), "the limit is 1048576"),
     ],
 )
-def test_a_file_that_is_none(text: str, problem: str) -> None:
+def test_an_invalid_file_is_refused(text: str, problem: str) -> None:
     assert problem in says(ConfigError, lambda: parse_layout(text, "f.yaml"))
 
 
@@ -314,7 +314,7 @@ def test_a_setting() -> None:
 
 
 @pytest.mark.parametrize("text", ["norm_eps", "=1", "a=[1]", "a={", "a=" + "1" * 500])
-def test_a_setting_that_is_none(text: str) -> None:
+def test_an_invalid_setting_is_refused(text: str) -> None:
     assert "expected KEY=VALUE" in says(ConfigError, lambda: parse_setting(text))
 
 
@@ -364,7 +364,7 @@ def test_the_identity() -> None:
         assert torch.equal(output(found), model.double()(*tiny.batch()))
 
 
-def test_lines_say_what_they_took_and_made() -> None:
+def test_lines_record_their_sources_and_results() -> None:
     found = apply_layout(IDENTITY, state(), heads=4)
     assert [use.line for use in found.lines] == list(IDENTITY.map)
     assert found.lines[0].sources == found.lines[0].targets == ("enc.embed.weight", "dec.embed.weight")
@@ -372,7 +372,7 @@ def test_lines_say_what_they_took_and_made() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes_are_kept(dtype: torch.dtype) -> None:
+def test_dtypes_do_not_change(dtype: torch.dtype) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in state().items()}
     found = apply_layout(IDENTITY, tensors, heads=4)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
@@ -464,7 +464,7 @@ def test_equal_tables_are_stored_once() -> None:
     assert "out.weight" not in dict(found.model().named_parameters())
 
 
-def test_a_row_is_zeroed_behind_the_tie() -> None:
+def test_the_zeroed_row_does_not_change_the_tied_table() -> None:
     layout = replace(IDENTITY, post=("enc.embed.weight |> zero_row pad",))
     tensors = state()
     tensors["dec.embed.weight"] = tensors["enc.embed.weight"].clone()
@@ -568,7 +568,7 @@ def test_scales_fold_into_weights() -> None:
     assert (output(apply_layout(folded, tensors, heads=4)) - own).abs().max() < 1e-12
 
 
-def test_names_that_fit_and_names_that_do_not() -> None:
+def test_fitting_and_other_names_are_told_apart() -> None:
     assert fits_names(IDENTITY, state())
     assert not fits_names(IDENTITY, ["a", "b"])
     assert not fits_names(IDENTITY, [*state(), "more"])
@@ -599,7 +599,7 @@ def test_the_documented_file_is_one() -> None:
         ("rnn.weight_hh_l0", "a recurrent layer"),
     ],
 )
-def test_what_no_layout_can_express_is_refused_by_name(key: str, what: str) -> None:
+def test_an_inexpressible_architecture_is_refused_by_name(key: str, what: str) -> None:
     tensors = {**state(), key: torch.ones(3)}
     message = says(CheckpointError, lambda: apply_layout(IDENTITY, tensors, heads=4))
     assert f"key {key} looks like {what}, which the canonical model does not support" in message

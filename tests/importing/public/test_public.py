@@ -103,7 +103,7 @@ def worst(one: Made, model: Path) -> float:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_its_layout_reads_it_without_a_reference(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+def test_the_layout_imports_it_without_a_reference(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
     one, layout = public(name), builtin_layouts()[name]
     assert [other.name for other in builtin_layouts().values() if fits_names(other, one.model.state_dict())] == [name]
     missing = [token for token in ("pad", "start", "eos") if token not in layout.tokens]
@@ -127,13 +127,13 @@ def found(one: Made, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_reference_finds_it_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+def test_the_search_finds_it_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
     found(public(name), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
-def test_a_reference_finds_every_one_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+def test_the_search_finds_every_one_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
     found(public(name), tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_attention_without_an_output_projection_is_refused(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_reference_tells_what_no_key_does(
+def test_the_reference_decides_settings_that_no_key_shows(
     name: str, given: dict[str, Value], line: str, public: Callable[[str], Made]
 ) -> None:
     """A start from zeros, gains stored as gain - 1 and tables that are scaled down; the usual switches are given."""
@@ -168,7 +168,7 @@ def test_a_reference_tells_what_no_key_does(
     assert line in (*search.best.layout.map, *search.best.layout.post)
 
 
-def test_a_decoder_that_starts_from_zeros_decodes_as_the_original(tmp_path: Path) -> None:
+def test_a_decoder_that_starts_from_zeros_equals_the_original(tmp_path: Path) -> None:
     """The `forward` of Tunz puts zeros in the place of the first id."""
     torch.manual_seed(0)
     model, pad, eos = Tunz().double().eval(), 1, 2

@@ -55,7 +55,7 @@ def about(certificate: Certificate) -> set[str]:
 
 
 @pytest.mark.parametrize("name", tiny.VARIANTS)
-def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
+def test_only_settings_without_effect_are_unverified(name: str) -> None:
     canonical, reference = made(tiny.VARIANTS[name])
     certificate = certify(canonical, reference, name)
     assert certificate.proven
@@ -88,7 +88,7 @@ def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
         *(("modern", name) for name in sorted({*options(tiny.VARIANTS["modern"])} - {*options(tiny.VARIANTS["post"])})),
     ],
 )
-def test_a_switch_that_is_set_is_as_good_as_a_model_that_is_built(variant: str, name: str) -> None:
+def test_changing_a_switch_equals_building_another_model(variant: str, name: str) -> None:
     """A search sets the switches of one built model: one that it forgot would seem to make no difference."""
     canonical, reference = made(tiny.VARIANTS[variant])
     built = Comparator(canonical, reference)
@@ -101,7 +101,7 @@ def test_a_switch_that_is_set_is_as_good_as_a_model_that_is_built(variant: str, 
     assert len(seen) > 1
 
 
-def test_an_encoder_alone() -> None:
+def test_an_encoder_only_model() -> None:
     canonical, reference = made(ENCODER_ALONE)
     certificate = certify(canonical, reference, "alone")
     assert certificate.proven
@@ -113,7 +113,7 @@ def test_a_reference_without_padding_does_not_prove_the_mask() -> None:
     assert about(certify(canonical, reference, "blind")) == {"source mask", *K_BIASES, *LENGTHS}
 
 
-def test_equal_norms_hide_nothing_but_what_they_are() -> None:
+def test_equal_norms_hide_only_their_own_switch() -> None:
     """Gains of 0 behind a norm make everything in front of it invisible, and the certificate says so."""
     canonical, reference = made(tiny.VARIANTS["post"])
     tensors = {
@@ -160,7 +160,7 @@ MUTATIONS: dict[str, Callable[[Canonical], Canonical]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_not_proven(name: str) -> None:
+def test_a_wrong_setting_is_not_proven(name: str) -> None:
     canonical, reference = made(tiny.VARIANTS["post"])
     certificate = certify(MUTATIONS[name](canonical), reference, name)
     assert not certificate.proven
@@ -186,7 +186,7 @@ def test_heads_that_share_keys_in_another_order_are_noticed() -> None:
     assert comparator.compare(mutated.config).worst > 100 * 1e-9
 
 
-def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
+def test_the_certificate_is_small_json_and_is_shown(tmp_path: Path) -> None:
     canonical, reference = made(tiny.VARIANTS["post"])
     certificate = certify(canonical, reference, "mine")
     certificate = replace(certificate, tensors={"a": "used", "b": "used", "c.*": "ignored: decoder, 12 tensors"})
@@ -205,7 +205,7 @@ def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
     assert inspect_path(tmp_path / "m")["certificate"]["proven"] is True
 
 
-def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
+def test_without_a_reference_the_certificate_states_it(tmp_path: Path) -> None:
     save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
     assert "Certificate" not in run("inspect", tmp_path / "m").output
     assert inspect_path(tmp_path / "m")["status"] == "unproven"

@@ -131,7 +131,7 @@ def test_a_file_without_long_rows_claims_no_more_than_it_has(tmp_path: Path) -> 
     assert "source length: compared up to 9 tokens, the model accepts 24" in certificate.unverified
 
 
-def test_sides_that_are_too_long_together_are_compared_alone(tmp_path: Path) -> None:
+def test_sides_that_are_too_long_together_are_compared_separately(tmp_path: Path) -> None:
     def forward(model: Any, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
         if source.shape[1] + target.shape[1] > 40:
             raise ValueError("too long")
@@ -201,7 +201,7 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert all(torch.equal(value, vars(other)[name]) for name, value in vars(one).items())
 
 
-def test_recorded_ids_need_no_repetition(tmp_path: Path) -> None:
+def test_recorded_ids_need_not_be_repeated(tmp_path: Path) -> None:
     record(notebook(), tmp_path)
     imported = import_(tmp_path)
     assert (imported.config.tokens.pad, imported.config.tokens.start, imported.config.tokens.eos) == (0, 1, 2)

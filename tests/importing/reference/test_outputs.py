@@ -67,7 +67,7 @@ class Torch(nn.Module):
         return self.out(self.body(x, y, **masks))
 
 
-def test_a_recorded_model_is_its_canonical_twin(tmp_path: Path) -> None:
+def test_a_recorded_model_equals_its_canonical_model(tmp_path: Path) -> None:
     """The layout of PyTorch's own transformer reproduces what was recorded, with random and with own weights."""
     torch.manual_seed(0)
     model = Torch()
@@ -143,7 +143,7 @@ def test_a_first_id_that_changes_nothing_is_recorded_as_padding(tmp_path: Path) 
         assert 1 not in reference.target_ids[:, 1:][reference.target_mask[:, 1:]].tolist()
 
 
-def test_tables_outside_of_the_state_dict_are_kept(tmp_path: Path) -> None:
+def test_tables_outside_of_the_state_dict_are_recorded(tmp_path: Path) -> None:
     class Hidden(Torch):
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +170,7 @@ def last_swapped(model: nn.Module, source: Tensor, keep: Tensor, target: Tensor)
         (lambda m, *i: m(*i) * math.nan, "NaN"),
     ],
 )
-def test_an_original_that_proves_nothing_is_refused(forward: Callable[..., Any], message: str, tmp_path: Path) -> None:
+def test_a_model_with_constant_outputs_is_refused(forward: Callable[..., Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         recorded(Torch(), tmp_path / "g", forward=forward)
     assert not list(tmp_path.iterdir())
@@ -316,7 +316,7 @@ def test_a_file_that_is_no_reference_is_refused(tmp_path: Path) -> None:
             read_reference(path)
 
 
-def test_nan_behind_the_padding_is_taken(reference_file: Path, tmp_path: Path) -> None:
+def test_nan_at_padded_positions_is_accepted(reference_file: Path, tmp_path: Path) -> None:
     tensors = load_file(reference_file)
     tensors["logits"][~tensors["target_mask"]] = math.nan
     save_file(tensors, tmp_path / "g")

@@ -24,7 +24,7 @@ def aligning(dates_aligned: Path) -> Model:
     return load(dates_aligned, threads=1)
 
 
-async def test_it_equals_the_model(serve: Serve, dates_aligned: Path, aligning: Model) -> None:
+async def test_alignments_equal_those_of_the_model(serve: Serve, dates_aligned: Path, aligning: Model) -> None:
     assert aligning.tokenizer
     (source_ids,) = aligning.tokenizer.encode([SOURCE])
     (result,) = aligning.generate([SOURCE])
@@ -61,7 +61,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-async def test_what_is_no_pair_is_refused(serve: Serve, dates_aligned: Path) -> None:
+async def test_invalid_pairs_are_refused(serve: Serve, dates_aligned: Path) -> None:
     async with serve(bundle=dates_aligned) as served:
         for data, told in WRONG:
             found = await served.post("align", data)
@@ -69,14 +69,14 @@ async def test_what_is_no_pair_is_refused(serve: Serve, dates_aligned: Path) -> 
             assert told in found.json()["error"]
 
 
-async def test_a_bundle_without_alignment_says_so(serve: Serve) -> None:
+async def test_a_bundle_without_alignment_is_refused(serve: Serve) -> None:
     async with serve() as served:
         found = await served.post("align", {"text_input": SOURCE, "target_text": TARGET})
         assert found.status_code == 404
         assert "exported without alignment; export it again with --alignment" in found.json()["error"]
 
 
-async def test_every_alignment_is_counted_as_what_became_of_it(
+async def test_every_alignment_is_counted_by_its_outcome(
     serve: Serve, dates_aligned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = {"text_input": SOURCE, "target_text": TARGET}

@@ -133,7 +133,7 @@ async def test_tokens_are_those_of_the_model(serve: Serve, model: Model, texts: 
         assert found.json() == {"prompt": answer.text}
 
 
-async def test_what_cannot_be_tokenized_is_refused(serve: Serve) -> None:
+async def test_text_that_cannot_be_tokenized_is_refused(serve: Serve) -> None:
     async with serve() as served:
         for path, data, status, why in (
             ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model 'other' is unknown"),
@@ -162,7 +162,7 @@ async def test_each_endpoint_replaces_unknowns(serve: Serve, meetings: Path) -> 
         assert [choice["text"] for choice in answer.json()["choices"]] == SAID
 
 
-async def test_where_unknowns_cannot_be_replaced(serve: Serve) -> None:
+async def test_models_without_alignment_cannot_replace_unknowns(serve: Serve) -> None:
     async with serve() as served:
         for path, why in (
             ("generate", "replace_unknowns: this bundle was exported without alignment; export it again with"),

@@ -55,7 +55,7 @@ def test_texts_in_texts_out(client: Any, model: Model, texts: list[str], is_bina
     assert result.get_response()["id"] == "7"
 
 
-def test_all_outputs_come_as_bytes_unless_told_otherwise(client: Any, model: Model, texts: list[str]) -> None:
+def test_outputs_are_bytes_by_default(client: Any, model: Model, texts: list[str]) -> None:
     result = client.infer(
         "dates",
         [texts_input(texts[:3], [3, 1])],
@@ -118,7 +118,7 @@ def test_the_client_reads_statistics(client: Any, texts: list[str]) -> None:
     assert after["execution_count"] > before["execution_count"]
 
 
-def test_the_client_is_told_what_is_wrong(client: Any, texts: list[str]) -> None:
+def test_the_client_receives_the_error_message(client: Any, texts: list[str]) -> None:
     with pytest.raises(triton.InferenceServerException, match=r"\[404\] model 'other' is unknown"):
         client.infer("other", [texts_input(texts[:1])])
     with pytest.raises(triton.InferenceServerException, match=r"\[400\] source 2 of 2: .*empty"):
@@ -170,7 +170,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_tensors_are_400_and_say_why(serve: Serve) -> None:
+async def test_wrong_tensors_are_400_with_the_reason(serve: Serve) -> None:
     async with serve() as served:
         for data, why in WRONG:
             answer = await served.post("infer", data)
@@ -193,7 +193,7 @@ async def test_wrong_tensors_are_400_and_say_why(serve: Serve) -> None:
         (None, b"\x02\0\0\0\xff\xfe", "text 1 is not UTF-8"),
     ],
 )
-async def test_wrong_bytes_behind_the_json_are_400(serve: Serve, said: str | None, binary: bytes, why: str) -> None:
+async def test_wrong_bytes_after_the_json_are_400(serve: Serve, said: str | None, binary: bytes, why: str) -> None:
     head = b'{"inputs":[{"name":"text_input","shape":[1],"datatype":"BYTES","parameters":{"binary_data_size":6}}]}'
     async with serve() as served:
         headers = {"Inference-Header-Content-Length": said or str(len(head))}

@@ -17,7 +17,7 @@ from tfexport.serve.engine import Engine
 from tfexport.serve.metrics import Metrics
 
 
-async def test_they_are_off_unless_asked_for(serve: Serve) -> None:
+async def test_compatible_routes_are_off_by_default(serve: Serve) -> None:
     async with serve(HttpConfig()) as served:
         for path in ("/v1/completions", "/translate"):
             assert (await served.client.post(path, json={})).status_code == 404
@@ -77,7 +77,7 @@ WRONG_COMPLETIONS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-async def test_completions_that_are_refused(serve: Serve) -> None:
+async def test_invalid_completions_are_refused(serve: Serve) -> None:
     async with serve(OFFERS) as served:
         for data, why in WRONG_COMPLETIONS:
             answer = await served.client.post("/v1/completions", json=data)
