@@ -142,13 +142,13 @@ def test_missing_requirements_are_reported(dates_bundle: Path, texts: Path) -> N
 
 
 @contextmanager
-def saying(answer: bytes, heard: list[bytes] | None = None) -> Iterator[str]:
+def saying(answer: bytes, received: list[bytes] | None = None) -> Iterator[str]:
     """Run a server that gives this answer to every request and closes the connection; append lines to `heard`."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             while line := self.rfile.readline().strip():
-                (heard if heard is not None else []).append(line)
+                (received if received is not None else []).append(line)
             self.wfile.write(answer)
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
@@ -182,11 +182,11 @@ def test_an_invalid_answer_counts_as_refused(answer: bytes) -> None:
 
 
 def test_a_token_is_shown_and_not_reported(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
-    heard: list[bytes] = []
+    received: list[bytes] = []
     (tmp_path / "token").write_text("open sesame\nanother\n")
-    with saying(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno", heard) as url:
+    with saying(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno", received) as url:
         result = run("bench", "--url", url, *QUICK, "--rate", 5, "--input", texts, "--token-file", tmp_path / "token")
     refuses(result, "the server returns 401 for /v2: no")
-    assert b"Authorization: Bearer open sesame" in heard
+    assert b"Authorization: Bearer open sesame" in received
     config = BenchConfig(scenario="server", rate=1.0, url=url, token_file=str(tmp_path / "token"))
     assert "token_file" not in settings(config)

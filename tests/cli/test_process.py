@@ -65,18 +65,18 @@ def test_a_pipe_whose_reader_has_gone(dates_bundle: Path) -> None:
         assert process.stdout
         assert process.stderr
         process.stdout.close()
-        said = process.stderr.read()
-    assert (process.returncode, said) == (1, "")
+        printed = process.stderr.read()
+    assert (process.returncode, printed) == (1, "")
 
 
 # ---- signals
 
 
 @pytest.mark.parametrize(
-    ("number", "is_there", "code", "said"),
+    ("number", "is_there", "code", "message"),
     [(signal.SIGTERM, True, 143, "terminated"), (signal.SIGINT, False, 130, "interrupted")],
 )
-def test_a_signal_during_an_export(number: int, is_there: bool, code: int, said: str, copy: Path) -> None:
+def test_a_signal_during_an_export(number: int, is_there: bool, code: int, message: str, copy: Path) -> None:
     before = open_bundle(copy)
     output = copy if is_there else copy.with_name("new")
     command = [TFEXPORT, *TINY, "--output", output, "--force"]
@@ -87,7 +87,7 @@ def test_a_signal_during_an_export(number: int, is_there: bool, code: int, said:
                 break
         process.send_signal(number)
         stdout, stderr = process.communicate()
-    expected = f"{said}; {output} is {'unchanged' if is_there else 'not written'}"
+    expected = f"{message}; {output} is {'unchanged' if is_there else 'not written'}"
     assert (process.returncode, stdout, stderr.splitlines()[-1]) == (code, "", expected)
     assert "Traceback" not in stderr
     assert open_bundle(copy) == before

@@ -44,7 +44,7 @@ def saved(kind: str, path: Path) -> Path:
     return path
 
 
-def says(path: Path) -> str:
+def message_of(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     message = str(caught.value)
@@ -60,7 +60,7 @@ def test_a_flipped_bit_in_any_record_is_refused(tmp_path: Path) -> None:
     for name, tensor in weights().items():
         place = whole.index(tensor.numpy().tobytes())
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert "does not match its checksum" in says(path), name
+        assert "does not match its checksum" in message_of(path), name
 
 
 def test_names_in_the_archive_that_are_no_text_are_one_line(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_names_in_the_archive_that_are_no_text_are_one_line(tmp_path: Path) -> N
     # The flag for UTF-8, and a byte that is none.
     changed = whole[: entry + 8] + b"\x00\x08" + whole[entry + 10 : entry + 46] + b"\xff" + whole[entry + 47 :]
     path.write_bytes(changed)
-    assert "is damaged or cut short" in says(path)
+    assert "is damaged or cut short" in message_of(path)
 
 
 def test_a_record_that_is_there_twice_is_refused(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_record_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings(), zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
         warnings.simplefilter("ignore", UserWarning)  # of zipfile, about the name
         archive.writestr("a/data/0", bytes(7 * 8 * 4))
-    assert "'a/data/0' is there twice" in says(path)
+    assert "'a/data/0' is there twice" in message_of(path)
 
 
 def test_an_archive_that_was_saved_without_checksums_is_refused(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_an_archive_that_was_saved_without_checksums_is_refused(tmp_path: Path) 
         path = saved("zip", tmp_path / "a.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert "has no checksums, expected those that torch.save writes; save it again with " in says(path)
+    assert "has no checksums, expected those that torch.save writes; save it again with " in message_of(path)
 
 
 USE_AFTER_CUT = """
@@ -145,11 +145,11 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypat
         return sha256(*words)
 
     monkeypatch.setattr("tfexport.importing._files.hashlib.sha256", growing)
-    assert "was changed while it was read" in says(path)
+    assert "was changed while it was read" in message_of(path)
 
 
 def test_a_file_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with path.open("wb") as file:
         file.truncate(2**42)
-    assert f"has {2**42} bytes, more than this machine's memory of " in says(path)
+    assert f"has {2**42} bytes, more than this machine's memory of " in message_of(path)

@@ -31,7 +31,7 @@ from tfexport.importing._files import read_checkpoint
 STATE = {"encoder.weight": torch.arange(6.0).reshape(2, 3), "decoder.bias": torch.ones(2, dtype=torch.float16)}
 
 
-def says(path: Path) -> str:
+def message_of(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     message = str(caught.value)
@@ -211,7 +211,7 @@ def test_separately_saved_parts_are_joined(tmp_path: Path) -> None:
 def test_a_malicious_pickle_does_not_run(wrap: Callable[[Trap], Any], old: bool, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
     torch.save(wrap(Trap(trap)), tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
-    message = says(tmp_path / "a.pt")
+    message = message_of(tmp_path / "a.pt")
     assert "holds more than tensors and plain values (posix.mkdir)" in message
     assert "torch.save(model.state_dict(), FILE)" in message
     assert not trap.exists()
@@ -223,13 +223,13 @@ def test_a_malicious_pickle_does_not_run(wrap: Callable[[Trap], Any], old: bool,
 def test_a_bare_malicious_pickle_does_not_run(protocol: int, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(Trap(trap), protocol))
-    says(tmp_path / "a.pkl")
+    message_of(tmp_path / "a.pkl")
     assert not trap.exists()
 
 
 def test_a_whole_module_does_not_load(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "a.pt")
-    assert "torch.nn.modules.linear.Linear" in says(tmp_path / "a.pt")
+    assert "torch.nn.modules.linear.Linear" in message_of(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_whole_module_does_not_load(tmp_path: Path) -> None:
 )
 def test_garbage(content: bytes, problem: str, tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(content)
-    assert problem in says(tmp_path / "a.pt")
+    assert problem in message_of(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("kind", ["zip", "old", "safetensors"])
@@ -258,14 +258,14 @@ def test_torn_files(kind: str, tmp_path: Path) -> None:
     whole = (tmp_path / "a").read_bytes()
     for size in range(1, len(whole), max(1, len(whole) // 40)):
         (tmp_path / "torn").write_bytes(whole[:size])
-        says(tmp_path / "torn")
+        message_of(tmp_path / "torn")
 
 
 def test_a_packed_archive_is_refused(tmp_path: Path) -> None:
     """torch.save never compresses; what does could unpack to any size."""
     with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * 10_000)
-    assert "is a compressed archive" in says(tmp_path / "a.pt")
+    assert "is a compressed archive" in message_of(tmp_path / "a.pt")
 
 
 def test_names_in_an_archive_are_not_used_as_paths(tmp_path: Path) -> None:
@@ -297,21 +297,21 @@ def test_names_in_an_archive_are_not_used_as_paths(tmp_path: Path) -> None:
 )
 def test_a_file_without_a_state_dict_is_refused(saved: Any, problem: str, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "a.pt")
-    assert problem in says(tmp_path / "a.pt")
+    assert problem in message_of(tmp_path / "a.pt")
 
 
 def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
-    assert "is missing" in says(tmp_path / "absent.pt")
-    assert "is a directory without config.json and weights" in says(tmp_path)
+    assert "is missing" in message_of(tmp_path / "absent.pt")
+    assert "is a directory without config.json and weights" in message_of(tmp_path)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "zero_to_fp32.py").touch()
-    assert f"python {tmp_path / 'deep' / 'zero_to_fp32.py'} {tmp_path / 'deep'} JOINED" in says(tmp_path / "deep")
+    assert f"python {tmp_path / 'deep' / 'zero_to_fp32.py'} {tmp_path / 'deep'} JOINED" in message_of(tmp_path / "deep")
     (tmp_path / "fsdp" / "pytorch_model_fsdp_0").mkdir(parents=True)
     (tmp_path / "fsdp" / "pytorch_model_fsdp_0" / "__0_0.distcp").touch()
     command = f"accelerate merge-weights {tmp_path / 'fsdp' / 'pytorch_model_fsdp_0'} JOINED"
-    assert command in says(tmp_path / "fsdp")
+    assert command in message_of(tmp_path / "fsdp")
     os.mkfifo(tmp_path / "pipe")
-    assert "is not a plain file" in says(tmp_path / "pipe")
+    assert "is not a plain file" in message_of(tmp_path / "pipe")
 
 
 # Hugging Face directories
@@ -371,8 +371,8 @@ def test_a_folder_of_lightning(place: str, tmp_path: Path) -> None:
     assert is_state(found.tensors)
     assert list(found.files) == ["epoch=3-step=400.ckpt"]
     torch.save(saved, tmp_path / place / "last.ckpt")
-    assert "holds 2 checkpoints" in says(tmp_path)
-    assert "last.ckpt; give one of them" in says(tmp_path)
+    assert "holds 2 checkpoints" in message_of(tmp_path)
+    assert "last.ckpt; give one of them" in message_of(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "a/b", ""])

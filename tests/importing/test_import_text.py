@@ -68,12 +68,12 @@ class User:
         return " ".join(TARGET[i] for i in ids if i not in (PAD, BOS, EOS))
 
     def answer(self, text: str) -> str:
-        source, said = torch.tensor([self.to_ids(text)]), [BOS]
+        source, token_ids = torch.tensor([self.to_ids(text)]), [BOS]
         with torch.no_grad():
-            while len(said) <= NEW_TOKENS and (len(said) == 1 or said[-1] != EOS):
-                logits = self.model(source, torch.ones_like(source, dtype=torch.bool), torch.tensor([said]))
-                said.append(int(logits[0, -1].argmax()))
-        return self.to_text(said[1:])
+            while len(token_ids) <= NEW_TOKENS and (len(token_ids) == 1 or token_ids[-1] != EOS):
+                logits = self.model(source, torch.ones_like(source, dtype=torch.bool), torch.tensor([token_ids]))
+                token_ids.append(int(logits[0, -1].argmax()))
+        return self.to_text(token_ids[1:])
 
     def record(self, name: str, samples: Sequence[str] | None = None, **changes: object) -> Path:
         options = {"to_ids": self.to_ids, "to_text": self.to_text, "start": BOS, "end": EOS, **changes}
@@ -158,9 +158,9 @@ def test_recorded_texts_set_and_prove_their_special_tokens(user: User, proven: M
         ("eager", 12, 12),
         ("ort concat", 12, 12),
     ]
-    said = ran("inspect", proven.bundle).output
-    assert "tokenizers of source and target, compared with 12 recorded texts" in said
-    assert "source_suffix  2" in said
+    printed = ran("inspect", proven.bundle).output
+    assert "tokenizers of source and target, compared with 12 recorded texts" in printed
+    assert "source_suffix  2" in printed
 
 
 def test_provenance_of_the_weights_is_passed_on(user: User, unproven: Made, bundle: Path) -> None:
@@ -228,8 +228,8 @@ def test_the_export_finds_a_tokenizer_changed_after_the_import(proven: Made, tmp
     shutil.copytree(proven.model, tmp_path / "m")
     text = json.loads((tmp_path / "m" / "text.json").read_text())
     (tmp_path / "m" / "text.json").write_text(json.dumps({**text, "source_suffix": []}))
-    said = export(tmp_path / "m", tmp_path / "b", code=2).stderr
-    assert "eager, recorded texts: 12 of 12 sequences differ; first: text 0: its ids are" in said
+    printed = export(tmp_path / "m", tmp_path / "b", code=2).stderr
+    assert "eager, recorded texts: 12 of 12 sequences differ; first: text 0: its ids are" in printed
     (tmp_path / "m" / "text.json").write_text(json.dumps({**text, "suffix": [2]}))
     assert "text.json: unknown key suffix" in export(tmp_path / "m", tmp_path / "b", code=1).stderr
 

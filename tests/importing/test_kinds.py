@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
 }
 
 
-def says(path: Path) -> str:
+def message_of(path: Path) -> str:
     with pytest.raises((CheckpointError, ConfigError)) as caught:
         import_checkpoint(path, path.with_name("out"))
     assert "\n" not in str(caught.value)
@@ -65,7 +65,7 @@ def says(path: Path) -> str:
 def test_all_unsupported_tensors_are_named_with_the_remedy(tmp_path: Path) -> None:
     tensors = {f"layers.0.{name}": quietly(make) for name, (make, _) in KINDS.items()}
     torch.save({**tensors, "plain": torch.ones(2)}, tmp_path / "a.pt")
-    message = quietly(lambda: says(tmp_path / "a.pt"))  # type: ignore[arg-type, return-value]
+    message = quietly(lambda: message_of(tmp_path / "a.pt"))  # type: ignore[arg-type, return-value]
     assert message.startswith(f"{tmp_path / 'a.pt'}: layers.0.")
     for name, (_, problem) in KINDS.items():
         assert f"layers.0.{name} {problem}" in message
@@ -76,7 +76,9 @@ def test_a_jagged_tensor_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """As the library says it of a pickle that names one, in a process that has made none itself."""
     monkeypatch.setattr("torch._weights_only_unpickler._get_user_allowed_globals", dict)
     (tmp_path / "a.pt").write_bytes(b"\x80\x02ctorch.nested._internal.nested_tensor\n_rebuild_njt\n.")
-    assert "holds nested jagged tensors, expected plain tensors; save them dense and whole" in says(tmp_path / "a.pt")
+    assert "holds nested jagged tensors, expected plain tensors; save them dense and whole" in message_of(
+        tmp_path / "a.pt"
+    )
 
 
 def test_an_expanded_tensor_loads_with_its_values(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_an_expanded_tensor_loads_with_its_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a\nb", "a\udc80", "a\0", "\u202ea"])
 def test_names_that_are_not_text_are_refused(name: str, tmp_path: Path) -> None:
     torch.save({name: torch.ones(2)}, tmp_path / "a.pt")
-    assert "expected text; save the state dict alone" in says(tmp_path / "a.pt")
+    assert "expected text; save the state dict alone" in message_of(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pt"])
@@ -106,7 +108,7 @@ def test_four_times_the_keys_take_four_times_the_work(kind: str, tmp_path: Path)
         tensors = {f"encoder.layers.{i // 40}.part{i % 40}.weight": torch.full((2, 2), float(i)) for i in range(number)}
         save_file(tensors, path) if kind == "safetensors" else torch.save(tensors, path)
         messages: list[str] = []
-        counts.append(work(lambda path=path, said=messages: said.append(says(path))))  # type: ignore[misc]
+        counts.append(work(lambda path=path, output=messages: output.append(message_of(path))))  # type: ignore[misc]
         assert len(messages[0]) < 3000
     assert counts[2] < 6 * counts[1]
 
@@ -144,4 +146,4 @@ def test_unexpected_values_of_a_config_are_one_line(model_type: str, tmp_path: P
     for key in keys:
         for value in ODD:
             (folder / "config.json").write_text(json.dumps({**usual, key: value}))
-            assert "\n" not in says(folder)
+            assert "\n" not in message_of(folder)

@@ -230,22 +230,22 @@ class User:
         return " ".join(self.target[i] for i in ids if i != self.end)
 
     def answer(self, text: str) -> str:
-        source, said = torch.tensor([self.to_ids(text)]), [self.start]
+        source, token_ids = torch.tensor([self.to_ids(text)]), [self.start]
         with torch.no_grad():
-            while len(said) <= NEW_TOKENS and (len(said) == 1 or said[-1] != self.end):
-                logits = self.model(source, torch.ones_like(source, dtype=torch.bool), torch.tensor([said]))[0, -1]
+            while len(token_ids) <= NEW_TOKENS and (len(token_ids) == 1 or token_ids[-1] != self.end):
+                logits = self.model(source, torch.ones_like(source, dtype=torch.bool), torch.tensor([token_ids]))[0, -1]
                 logits[self.banned] = -torch.inf
-                said.append(int(logits.argmax()))
-        return self.to_text(said[1:])
+                token_ids.append(int(logits.argmax()))
+        return self.to_text(token_ids[1:])
 
     def log_prob(self, text: str, target: str) -> float:
         source = torch.tensor([self.to_ids(text)])
-        said = [*(self.target.index(word) for word in target.split()), self.end]
+        token_ids = [*(self.target.index(word) for word in target.split()), self.end]
         with torch.no_grad():
             logits = self.model(
-                source, torch.ones_like(source, dtype=torch.bool), torch.tensor([[self.start, *said[:-1]]])
+                source, torch.ones_like(source, dtype=torch.bool), torch.tensor([[self.start, *token_ids[:-1]]])
             )
-        return float(logits[0].log_softmax(-1)[range(len(said)), said].sum())
+        return float(logits[0].log_softmax(-1)[range(len(token_ids)), token_ids].sum())
 
     def check(self, folder: Path, arguments: Sequence[str]) -> None:
         """Import as the page says, and compare all texts."""

@@ -41,13 +41,13 @@ def slow_steps(seconds: float, *, file: Path = Path("/nowhere"), fault: str = "p
 
 @dataclass
 class Running:
-    """A server that listens; `log` has its standard error, `told` the first lines of its standard output."""
+    """A server that listens; `log` has its standard error, `lines` the first lines of its standard output."""
 
     process: subprocess.Popen[str]
     url: str
     log: Path
     client: httpx.Client
-    told: list[str]
+    lines: list[str]
 
     def ask(self, text: str, name: str = "dates", **parameters: Any) -> httpx.Response:
         return self.client.post(
@@ -91,18 +91,18 @@ def running(
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert process.stdout
     try:
-        told: list[str] = []
+        lines: list[str] = []
         late = threading.Timer(PATIENCE_S, process.kill)
         late.start()
         for line in process.stdout:
-            told.append(line.rstrip("\n"))
+            lines.append(line.rstrip("\n"))
             if not ready or "in a browser" in line:
                 break
         late.cancel()
-        found = re.match(r"listening on (\S+),", told[0]) if told else None
+        found = re.match(r"listening on (\S+),", lines[0]) if lines else None
         assert found, f"the server has not begun:\n{log.read_text()}"
         with httpx.Client(base_url=found[1], timeout=PATIENCE_S, **of_client) as client:
-            yield Running(process, found[1], log, client, told)
+            yield Running(process, found[1], log, client, lines)
     finally:
         process.kill()
         process.wait()

@@ -244,8 +244,8 @@ NONSENSE: tuple[tuple[str, dict[str, Any], type[TfexportError], str], ...] = (
 async def test_invalid_requests_are_one_line_and_counted(dates_bundle: Path, texts: list[str]) -> None:
     observer = Outcomes()
     async with serving(dates_bundle, observer) as engine:
-        for kind, given, error, says in NONSENSE:
-            with pytest.raises(error, match=says) as refused:
+        for kind, given, error, message in NONSENSE:
+            with pytest.raises(error, match=message) as refused:
                 if kind == "text":
                     engine.submit(**({"text": texts[0]} | given))
                 else:

@@ -91,11 +91,11 @@ def alone(model: Model, one: Asked) -> list[Any]:
 
 
 def same(found: list[Any], expected: list[Any]) -> bool:
-    def said(answers: list[Any]) -> list[Any]:
+    def results(answers: list[Any]) -> list[Any]:
         return [(one.token_ids, one.finish_reason, getattr(one, "text", None)) for one in answers]
 
     scores, others = ([one.score for one in answers] for answers in (found, expected))
-    return said(found) == said(expected) and scores == pytest.approx(others, abs=1e-4)
+    return results(found) == results(expected) and scores == pytest.approx(others, abs=1e-4)
 
 
 async def ask(engine: Engine, one: Asked, rng: np.random.Generator) -> list[Result] | list[Hypothesis]:

@@ -62,7 +62,7 @@ def page(browser: Browser, server: Running) -> Iterator[Page]:
     assert [one for one in complaints if not one.startswith(REFUSAL)] == []
 
 
-def said(page: Page, text: str | re.Pattern[str], place: str = "#answer") -> None:
+def expect_text(page: Page, text: str | re.Pattern[str], place: str = "#answer") -> None:
     from playwright.sync_api import expect
 
     expect(page.locator(place)).to_have_text(text, timeout=20_000)
@@ -75,7 +75,7 @@ def test_an_answer_comes_token_by_token(page: Page) -> None:
     while (text := page.inner_text("#answer")) != ISO:
         assert ISO.startswith(text)
         seen.add(text)
-    said(page, "Complete", "#status")
+    expect_text(page, "Complete", "#status")
     assert len(seen - {""}) >= 4
     names, values = (page.locator(f"#numbers {part}").all_inner_texts() for part in ("dt", "dd"))
     numbers = dict(zip(names, values, strict=True))
@@ -90,15 +90,15 @@ def test_a_cancelled_request_ends_and_the_next_is_answered(page: Page, server: R
     for number, cancel in enumerate((lambda: page.click("#cancel"), lambda: page.keyboard.press("Escape")), 1):
         page.fill("#text", TEXT)
         page.click("#generate")
-        said(page, re.compile(r"^2\d*"))
+        expect_text(page, re.compile(r"^2\d*"))
         cancel()
-        said(page, "Cancelled", "#status")
+        expect_text(page, "Cancelled", "#status")
         left = page.inner_text("#answer")
         assert left != ISO
         assert ISO.startswith(left)
         eventually(lambda counted=before + number: server.metric(re.escape(cancelled)) == counted)
     page.click("#generate")
-    said(page, ISO)
+    expect_text(page, ISO)
 
 
 def test_several_answers_are_those_of_the_model_with_their_scores(page: Page, dates_bundle: Path) -> None:
@@ -116,7 +116,7 @@ def test_several_answers_are_those_of_the_model_with_their_scores(page: Page, da
     assert widths == sorted(widths, reverse=True)
     assert widths[0] > 1.5 * widths[-1]
     page.locator(".answers button").nth(2).click()
-    said(page, expected[2].text)
+    expect_text(page, expected[2].text)
 
 
 def test_a_sample_is_that_of_its_seed(page: Page, dates_bundle: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_sample_is_that_of_its_seed(page: Page, dates_bundle: Path) -> None:
         page.fill(f"[name={name}]", str(options[name]))
     page.click("#generate")
     page.locator(".answers li").wait_for()
-    said(page, expected.text)
+    expect_text(page, expected.text)
 
 
 def test_refusals_are_shown_as_plain_text(page: Page) -> None:
@@ -137,12 +137,12 @@ def test_refusals_are_shown_as_plain_text(page: Page) -> None:
     page.get_by_text("Sampling", exact=True).click()
     page.fill("[name=temperature]", hostile)
     page.click("#generate")
-    said(page, re.compile(re.escape(hostile)), "#error")
+    expect_text(page, re.compile(re.escape(hostile)), "#error")
     assert page.locator("#error img").count() == 0
     page.fill("[name=temperature]", "")
     page.fill("[name=num_return_sequences]", "999")
     page.click("#generate")
-    said(page, re.compile("num_return_sequences is 999, expected"), "#error")
+    expect_text(page, re.compile("num_return_sequences is 999, expected"), "#error")
     page.fill("[name=num_return_sequences]", "")
     page.click("#generate")
     page.locator(".answers li").wait_for()
@@ -159,7 +159,7 @@ def test_hostile_text_is_shown_as_visible_text(page: Page) -> None:
     assert r"\u202e" in command
     assert "'\\''" in command
     page.click("#generate")
-    said(page, re.compile("^(Complete|Cut off at the limit)$"), "#status")
+    expect_text(page, re.compile("^(Complete|Cut off at the limit)$"), "#status")
     page.click("#tab-tokens")
     page.locator(".tokens").first.wait_for()
     shown = page.locator(".tokens").first.locator("b").all_inner_texts()
@@ -180,11 +180,11 @@ def test_the_alignment_is_drawn_if_the_bundle_has_one(page: Page) -> None:
     assert "6 from 6" in (picture.get_attribute("aria-label") or "")
     assert picture.locator(".cell").count() > 20
     picture.hover()
-    said(page, re.compile(r"attends to .+ with \d+ %"), ".alignment figcaption")
+    expect_text(page, re.compile(r"attends to .+ with \d+ %"), ".alignment figcaption")
     page.select_option("#model", "plain")
     page.fill("#text", TEXT)
     page.click("#generate")
-    said(page, re.compile("exported without alignment"), "#panel-alignment")
+    expect_text(page, re.compile("exported without alignment"), "#panel-alignment")
 
 
 def test_the_shown_command_equals_the_request(page: Page) -> None:
@@ -200,7 +200,7 @@ def test_the_shown_command_equals_the_request(page: Page) -> None:
 
 def test_plots_and_state_follow_the_server(page: Page) -> None:
     page.click("#generate")
-    said(page, re.compile(r"\d"), ".plot:nth-child(2) dd")
+    expect_text(page, re.compile(r"\d"), ".plot:nth-child(2) dd")
     page.locator(".plot:nth-child(3) dd", has_text=re.compile("m?s$")).first.wait_for()
     assert page.locator(".plot:nth-child(4) .line").get_attribute("d", timeout=5000)
     assert page.locator("#state").get_attribute("data-state") == "ready"
@@ -234,9 +234,9 @@ def test_the_page_sends_the_token_and_shows_when_the_server_stops(
         assert page.locator("#token").is_hidden()
         page.fill("#text", TEXT)
         page.click("#generate")
-        said(page, ISO)
-        said(page, "ready", "#state-text")
+        expect_text(page, ISO)
+        expect_text(page, "ready", "#state-text")
         server.send(signal.SIGTERM)
-        said(page, "about to stop", "#state-text")
-        said(page, "unreachable", "#state-text")
+        expect_text(page, "about to stop", "#state-text")
+        expect_text(page, "unreachable", "#state-text")
         page.close()

@@ -48,14 +48,14 @@ def refused(*arguments: object) -> str:
 
 
 def test_serve_prints_its_models_and_a_command_to_try(server: Running) -> None:
-    assert server.told[1].startswith("dates: 2 decoder layers of 128, fp32 on ort, 1 thread, 4 slots;")
-    assert server.told[2].startswith("other: ")
-    assert server.told[3].startswith("ready after ")
-    words = shlex.split(server.told[4])
+    assert server.lines[1].startswith("dates: 2 decoder layers of 128, fp32 on ort, 1 thread, 4 slots;")
+    assert server.lines[2].startswith("other: ")
+    assert server.lines[3].startswith("ready after ")
+    words = shlex.split(server.lines[4])
     asked = dict(zip(words[2::2], words[3::2], strict=True))
     answer = httpx.post(words[1], headers=dict([asked["-H"].split(": ")]), content=asked["-d"])
     assert answer.json()["text_output"].count("-") == 2
-    assert server.told[5] == f"  or open {server.url}/ in a browser"
+    assert server.lines[5] == f"  or open {server.url}/ in a browser"
     assert server.client.get("/").headers["content-type"].startswith("text/html")
     assert server.ask(DATE).json()["text_output"] == "2026-03-03"
     assert server.ask(DATE, "other").json()["text_output"] == "2026-03-03"
@@ -79,11 +79,11 @@ def test_curl_is_answered_as_shown(server: Running, command: str, shown: str) ->
     assert option == "--json"
     path = httpx.URL(f"http://{url}").path
     headers = {"Content-Type": "application/json"}
-    said = server.client.post(path, headers=headers, content=body.encode()).text.splitlines()
+    output = server.client.post(path, headers=headers, content=body.encode()).text.splitlines()
     lines = [line for line in shown.splitlines() if line and line != "…"]
     assert lines
     for line in lines:
-        assert any(same(one, line) for one in said), said
+        assert any(same(one, line) for one in output), output
 
 
 def test_sessions_were_found() -> None:
@@ -150,8 +150,8 @@ def test_a_slow_body_is_408_and_delays_no_other_request(dates_bundle: Path, tmp_
             assert server.client.get("/livez", timeout=5).status_code == 200
             time.sleep(0.1)
         for one in (*bodyless, *dripping):
-            said = b"".join(iter(lambda one=one: rest_of(one), b""))
-            assert said.startswith(b"HTTP/1.1 408 ") or (not said and one in dripping)  # reset by its last piece
+            output = b"".join(iter(lambda one=one: rest_of(one), b""))
+            assert output.startswith(b"HTTP/1.1 408 ") or (not output and one in dripping)  # reset by its last piece
         assert server.metric('tfexport_requests_total{.*outcome="invalid".*}') == 110
         assert server.ask(DATE).status_code == 200
 
@@ -208,7 +208,7 @@ def test_requests_without_a_token_are_refused(dates_bundle: Path, tmp_path: Path
     tokens.write_text("0123456789abcdef\nfedcba9876543210\n")
     tokens.chmod(0o644)
     with running(tmp_path, dates_bundle, "--threads", 1, "--token-file", tokens) as server:
-        assert f'-H "Authorization: Bearer $(head -n 1 {tokens})"' in server.told[-2]
+        assert f'-H "Authorization: Bearer $(head -n 1 {tokens})"' in server.lines[-2]
         assert "can be read by others (mode 644)" in server.log.read_text()
         assert server.is_ready()
         assert server.client.get("/livez").status_code == 200
@@ -263,8 +263,8 @@ def test_a_missing_package_is_named_with_its_extra(dates_bundle: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, "serve", str(dates_bundle)], capture_output=True, text=True, timeout=PATIENCE_S
     )
-    says = "error: this needs uvicorn, which is not installed; pip install 'tfexport[serve]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", says)
+    message = "error: this needs uvicorn, which is not installed; pip install 'tfexport[serve]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
 
 def test_tls_refuses_plain_http(dates_bundle: Path, tmp_path: Path) -> None:

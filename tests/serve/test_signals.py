@@ -192,7 +192,7 @@ def test_bundles_are_replaced_under_load(dates_bundle: Path, tmp_path: Path, exp
     with running(tmp_path, served, "--threads", 1) as server:
         load_of_clients = Load(server, 4)
         with load_of_clients.going_on():
-            for number, (bundle, says) in enumerate(
+            for number, (bundle, message) in enumerate(
                 [
                     (wrong, "the old one stays in use: the output of recorded text"),
                     (other, "dates: reloaded in"),
@@ -206,7 +206,7 @@ def test_bundles_are_replaced_under_load(dates_bundle: Path, tmp_path: Path, exp
                 os.replace(link, served)
                 server.send(signal.SIGHUP)
                 eventually(lambda number=number: len(reloads(server)) > number)
-                assert says in reloads(server)[-1]
+                assert message in reloads(server)[-1]
                 before = load_of_clients.num_answers
                 eventually(lambda before=before: load_of_clients.num_answers > before + 8)
                 assert server.is_ready()

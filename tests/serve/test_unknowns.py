@@ -74,7 +74,7 @@ async def test_answers_are_those_of_generate(meetings: Path, aligning: Model) ->
         for (text, kind), mine in zip(asked, found, strict=True):
             assert same(mine, alone(text, **kind))
         copied = [text_of(await engine.generate(text, **COPY)) for text in TEXTS]
-        assert copied == [[said] for said in SAID]
+        assert copied == [[output] for output in SAID]
         assert text_of(await engine.generate(TEXTS[0])) == ["Friday : and Ben"]
         (ids,) = await engine.generate_ids([3, 13, 5, 14, 12, 2], **COPY)
         assert 3 in ids.token_ids  # as in the library, which leaves ids as they are
@@ -110,16 +110,18 @@ async def test_cancelled_and_late_requests_end_during_alignment(meetings: Path, 
     assert observer.counts == {"cancelled": 1, "deadline": 1, "ok": 1}
 
 
-@pytest.mark.parametrize(("error", "says"), [(BackendError("align: NaN"), "^align: NaN"), (ValueError("x"), "Value")])
+@pytest.mark.parametrize(
+    ("error", "message"), [(BackendError("align: NaN"), "^align: NaN"), (ValueError("x"), "Value")]
+)
 async def test_an_alignment_that_fails_ends_its_own_request(
-    meetings: Path, blocked: Blocked, error: Exception, says: str
+    meetings: Path, blocked: Blocked, error: Exception, message: str
 ) -> None:
     observer = Outcomes()
     async with serving(meetings, observer) as engine:
         blocked.error = error
         blocked.go_on.set()
         failing, other = engine.submit(TEXTS[0], **COPY), engine.submit(TEXTS[1])
-        with pytest.raises(BackendError, match=says):
+        with pytest.raises(BackendError, match=message):
             await failing
         assert await other
         blocked.error = None
@@ -141,7 +143,7 @@ async def test_accepted_requests_are_aligned_before_the_model_closes(
         done, _ = await asyncio.wait([stopping], timeout=0.1)
         assert not done
         blocked.go_on.set()
-        assert [text_of(await one) for one in asked] == [[said] for said in SAID]
+        assert [text_of(await one) for one in asked] == [[output] for output in SAID]
         await stopping
 
 

@@ -120,7 +120,7 @@ def test_a_good_tokenizer_passes_its_trial_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("normalizer", "says"),
+    ("normalizer", "message"),
     [
         (PANICS, r"^t\.json fails at the text "),
         (GIVES_UP, r"^t\.json: .*|^t\.json fails at the text 'aaa"),
@@ -129,7 +129,7 @@ def test_a_good_tokenizer_passes_its_trial_once(monkeypatch: pytest.MonkeyPatch)
     ],
     ids=["panic", "regex", "unknown", "doublings"],
 )
-def test_a_bad_tokenizer_fails_its_trial(normalizer: Json, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_tokenizer_fails_its_trial(normalizer: Json, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "TRIAL_MEMORY", 2**28)
-    with pytest.raises(BundleError, match=says):
+    with pytest.raises(BundleError, match=message):
         try_tokenizer(json.dumps(plain() | {"normalizer": normalizer}).encode(), "t.json")

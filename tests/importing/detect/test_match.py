@@ -132,9 +132,9 @@ def test_a_failed_search_reports_the_best_error(
             return super().forward(source, keep, target).sin() * 5
 
     reference = recorded(Odd, tmp_path / "g")
-    said: list[str] = []
-    budget = Budget(200, said.append)
-    found = detect(reference.state, reference, [], budget=budget, report=said.append)
+    lines: list[str] = []
+    budget = Budget(200, lines.append)
+    found = detect(reference.state, reference, [], budget=budget, report=lines.append)
     assert found.search is not None
     assert not found.search.accepted
     assert found.search.best is not None
@@ -142,8 +142,8 @@ def test_a_failed_search_reports_the_best_error(
     assert found.search.proposals >= 1
     assert found.search.is_cut
     assert 200 <= budget.spent <= 201  # what comes near is run on the whole batch too
-    assert "searching: 180 of 200 candidates" in said
-    assert any("error" in line for line in said)
+    assert "searching: 180 of 200 candidates" in lines
+    assert any("error" in line for line in lines)
     parse_layout(render_layout(found.layout), "started")
 
 

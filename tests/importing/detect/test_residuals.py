@@ -103,5 +103,5 @@ def test_factors_of_residual_sums_are_found(
     assert all(line.endswith(fold) for line in outputs), outputs
     certificate = certify(canonical, reference, "found")
     assert certificate.proven
-    told = certificate.switches["enc.residual_scale"], certificate.switches["dec.residual_scale"]
-    assert all(changed.error > 0.01 for changed in told)
+    changes = certificate.switches["enc.residual_scale"], certificate.switches["dec.residual_scale"]
+    assert all(changed.error > 0.01 for changed in changes)

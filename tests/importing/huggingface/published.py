@@ -53,10 +53,10 @@ def build(config: Mapping[str, Any]) -> Any:
 
 def write(folder: Path, name: str, generation: Mapping[str, Any] | None = None, **changes: Any) -> Path:
     """Write a directory as it was published: every tied tensor under each of its names, as pytorch_model.bin had it."""
-    said = {**CONFIGS[name], **changes}
-    model = build(said)
+    values = {**CONFIGS[name], **changes}
+    model = build(values)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(said))
+    (folder / "config.json").write_text(json.dumps(values))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     save(folder, as_published(name, model.state_dict()))

@@ -78,9 +78,9 @@ def test_a_directory_generates_as_in_transformers(name: str, place: str, tmp_pat
     eos = ends[0] if isinstance(ends, list) else ends
     # Where a decoder of T5Gemma starts with padding, transformers hides the start from it.
     start = config["decoder"]["bos_token_id"] if "decoder" in config else config["decoder_start_token_id"] or 0
-    said = drawn_defaults(rng, pad, eos, start)
-    changes = {} if place == "generation_config.json" else said
-    hf = published.write(tmp_path / "hf", name, said if place == "generation_config.json" else None, **changes)
+    drawn = drawn_defaults(rng, pad, eos, start)
+    changes = {} if place == "generation_config.json" else drawn
+    hf = published.write(tmp_path / "hf", name, drawn if place == "generation_config.json" else None, **changes)
     defaults, _ = imported(tmp_path)
 
     sources = [rng.integers(2, VOCAB, rng.integers(1, 13)).tolist() for _ in range(NUM_TEXTS)]
@@ -98,10 +98,10 @@ def test_a_directory_generates_as_in_transformers(name: str, place: str, tmp_pat
     assert {token for row, ids in zip(rows, found, strict=True) for token in row[len(ids) :]} <= {pad, eos}
 
 
-def opus(folder: Path, **said: Any) -> list[str]:
+def opus(folder: Path, **values: Any) -> list[str]:
     """Import opus-mt with a generation_config.json, and return what was said of it."""
     own = {"eos_token_id": 0, "decoder_start_token_id": 40, "pad_token_id": 40}
-    published.write(folder / "hf", "opus-mt", {**own, **said})
+    published.write(folder / "hf", "opus-mt", {**own, **values})
     return [line for line in imported(folder)[1] if line.startswith("generation_config.json: ")]
 
 
@@ -110,7 +110,7 @@ NO_END = "has no eos_token_id: transformers ends texts only at the limit"
 
 
 @pytest.mark.parametrize(
-    ("said", "lines"),
+    ("values", "lines"),
     [
         (
             {
@@ -145,8 +145,8 @@ NO_END = "has no eos_token_id: transformers ends texts only at the limit"
         ),
     ],
 )
-def test_each_applied_or_ignored_setting_is_reported(said: dict[str, Any], lines: list[str], tmp_path: Path) -> None:
-    assert opus(tmp_path, **said) == [f"generation_config.json: {line}" for line in lines]
+def test_each_applied_or_ignored_setting_is_reported(values: dict[str, Any], lines: list[str], tmp_path: Path) -> None:
+    assert opus(tmp_path, **values) == [f"generation_config.json: {line}" for line in lines]
     is_changed = any(line.startswith("the defaults are") for line in lines)
     assert (tmp_path / "model" / "generation.json").exists() == is_changed
 
@@ -167,7 +167,7 @@ def test_given_token_ids_override_those_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("values", "message"),
     [
         ({"num_beams": 100}, "num_beams is 100, expected 1 to 64; change it there, or remove it"),
         ({"bad_words_ids": [3]}, "bad_words_ids is (3,), expected a list of a list of a whole number"),
@@ -179,9 +179,9 @@ def test_given_token_ids_override_those_of_the_file(tmp_path: Path) -> None:
         ({"num_return_sequences": 3}, "num_return_sequences is 3 but num_beams is 1"),
     ],
 )
-def test_impossible_settings_are_refused(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        opus(tmp_path, **said)
+        opus(tmp_path, **values)
     assert str(caught.value).startswith("generation_config.json: ")
     assert message in str(caught.value)
     assert not (tmp_path / "model").exists()

@@ -290,10 +290,10 @@ def drawn(name: str, seed: int) -> dict[str, Any]:
             "attention_bias": rng.random() < 0.5,
         }
         sizes = [{"head_dim": rng.choice([4, 8]), "num_key_value_heads": rng.choice([1, 2, 4])} for _ in range(2)]
-        said = CONFIGS[name]
+        values = CONFIGS[name]
         return {
-            "encoder": {**said["encoder"], **shared, **sizes[0]},
-            "decoder": {**said["decoder"], **shared, **sizes[1]},
+            "encoder": {**values["encoder"], **shared, **sizes[0]},
+            "decoder": {**values["decoder"], **shared, **sizes[1]},
             "tie_word_embeddings": rng.random() < 0.5,
         }
     tied = rng.random() < 0.6
@@ -338,9 +338,9 @@ def test_unsupported_settings_of_t5gemma_are_refused(
     side: str, changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     published.write(tmp_path / "hf", "t5gemma-s-s")
-    said = dict(CONFIGS["t5gemma-s-s"])
-    said[side] = {**said[side], **changes}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(said))
+    values = dict(CONFIGS["t5gemma-s-s"])
+    values[side] = {**values[side], **changes}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError) as caught:
         imported(tmp_path)
     assert problem in str(caught.value)
@@ -349,10 +349,10 @@ def test_unsupported_settings_of_t5gemma_are_refused(
 def test_the_window_of_t5gemma_limits_its_texts(tmp_path: Path) -> None:
     published.write(tmp_path / "hf", "t5gemma-s-s")
     assert imported(tmp_path)[0].config.max_target_length == 20
-    said = dict(CONFIGS["t5gemma-s-s"])
+    values = dict(CONFIGS["t5gemma-s-s"])
     for side in ("encoder", "decoder"):
-        said[side] = {**said[side], "layer_types": ["full_attention"] * said[side]["num_hidden_layers"]}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(said))
+        values[side] = {**values[side], "layer_types": ["full_attention"] * values[side]["num_hidden_layers"]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
     assert import_checkpoint(tmp_path / "hf", tmp_path / "whole").config.max_target_length == 24
 
 

@@ -128,14 +128,14 @@ def test_ids_and_texts_are_those_of_transformers(family: str, tmp_path: Path) ->
     options = {"max_new_tokens": 12, "no_repeat_ngram_size": 1, "num_beams": 1, "suppress_tokens": suppressed}
     some = plain[::8]
     with Model(EagerSession(load_model(made).double()), ours, defaults) as loaded:
-        said = [result.text for result in loaded.generate(some, **options)]
+        output = [result.text for result in loaded.generate(some, **options)]
     expected = []
     with torch.inference_mode():
         for text in some:
             given = theirs(text, return_tensors="pt")
             (ids,) = model.generate(given.input_ids, attention_mask=given.attention_mask, **options, **chosen)
             expected.append(theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    unequal = [(a, b) for a, b in zip(said, expected, strict=True) if a.strip() != b.strip()]
+    unequal = [(a, b) for a, b in zip(output, expected, strict=True) if a.strip() != b.strip()]
     assert len(set(expected)) > 10, "texts that are all alike prove nothing"
     assert not unequal, (len(unequal), unequal[:2])
 
@@ -215,8 +215,8 @@ def test_an_unknown_language_is_refused(tmp_path: Path) -> None:
         tmp_path / "nllb", source_language="German"
     )
     assert "target_language is de, expected one of" in refused(tmp_path / "nllb", target_language="de")
-    said = refused(tmp_path / "bart", source_language="de")
-    assert "adds no language to a source; give the ids" in said
+    output = refused(tmp_path / "bart", source_language="de")
+    assert "adds no language to a source; give the ids" in output
     assert "this tokenizer has no languages" in refused(tmp_path / "bart", target_language="de")
     weights = tmp_path / "bart" / "model.safetensors"
     assert "a language is given, but no tokenizer" in refused(weights, target_language="de", layout="hf_bart", heads=2)
@@ -230,9 +230,9 @@ def test_a_call_names_another_language(tmp_path: Path) -> None:
     theirs, found = nllb(hf)
     write_model(hf, found)
     languages = ["--source-language", "eng_Latn", "--target-language", "deu_Latn"]
-    said = ran("import", hf, "--output", made, *languages).stderr
+    output = ran("import", hf, "--output", made, *languages).stderr
     german, french = (theirs.convert_tokens_to_ids(name) for name in ("deu_Latn", "fra_Latn"))
-    assert f"the defaults are forced_bos_token_id {german}" in said
+    assert f"the defaults are forced_bos_token_id {german}" in output
     ran("onnx", made, "--output", bundle, "--variants", "concat", "--no-verify")
 
     def generate(*options: object, code: int = 0) -> Any:

@@ -27,7 +27,7 @@ ARCH: dict[str, Any] = {"norm": "layernorm", "norm_eps": 1e-5, "norm_place": "po
 TOKENS = {"pad": 0, "start": 1, "eos": 2}
 
 
-def says(error: type[Exception], call: Callable[[], object]) -> str:
+def message_of(error: type[Exception], call: Callable[[], object]) -> str:
     with pytest.raises(error) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -53,7 +53,7 @@ def test_arithmetic(text: str, value: float) -> None:
     ],
 )
 def test_other_syntax_than_arithmetic_is_refused(text: str) -> None:
-    says(ConfigError, lambda: evaluate(text, {"d_model": 32}))
+    message_of(ConfigError, lambda: evaluate(text, {"d_model": 32}))
 
 
 # Patterns
@@ -115,7 +115,7 @@ def test_parts_and_heads() -> None:
     ],
 )
 def test_an_invalid_line_is_refused(source: str, target: str, problem: str) -> None:
-    assert problem in says(ConfigError, lambda: Rule(source, target))
+    assert problem in message_of(ConfigError, lambda: Rule(source, target))
 
 
 # Folds: each against NumPy-like indexing written out.
@@ -192,12 +192,12 @@ def test_half_precision_is_not_rounded_away() -> None:
     ],
 )
 def test_a_fold_that_does_not_fit(steps: str, parts: int, problem: str) -> None:
-    assert problem in says(CheckpointError, lambda: fold(steps, X, parts=parts))
+    assert problem in message_of(CheckpointError, lambda: fold(steps, X, parts=parts))
 
 
 @pytest.mark.parametrize("step", ["eval 1", "squeeze 1", "mul", "add_scaled 1", "mul os.system", "slice x(1)"])
 def test_an_unknown_fold_is_refused(step: str) -> None:
-    says(ConfigError, lambda: parse_step(step))
+    message_of(ConfigError, lambda: parse_step(step))
 
 
 def test_tables_are_those_of_their_formulas() -> None:
@@ -248,7 +248,7 @@ def test_a_file_is_read_and_written_back() -> None:
 def test_every_problem_of_a_file_is_named_at_once() -> None:
     text = FILE.replace("activation: relu", "activation: tanh, norms: x").replace("|> mul 2", "|> multiply 2")
     text = text.replace("out.weight", "output.weight").replace("start: bos", "start: nobody, mask: 1")
-    message = says(ConfigError, lambda: parse_layout(text, "own.yaml"))
+    message = message_of(ConfigError, lambda: parse_layout(text, "own.yaml"))
     problems = (
         "activation is 'tanh'",
         "switch norms is unknown",
@@ -297,14 +297,14 @@ START = "layout: 1\nname: a\nmap: [a -> out.bias]\n"
     ],
 )
 def test_an_invalid_file_is_refused(text: str, problem: str) -> None:
-    assert problem in says(ConfigError, lambda: parse_layout(text, "f.yaml"))
+    assert problem in message_of(ConfigError, lambda: parse_layout(text, "f.yaml"))
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "is missing" in says(ConfigError, lambda: read_layout(tmp_path / "absent.yaml"))
-    assert "not a plain file" in says(ConfigError, lambda: read_layout(tmp_path))
+    assert "is missing" in message_of(ConfigError, lambda: read_layout(tmp_path / "absent.yaml"))
+    assert "not a plain file" in message_of(ConfigError, lambda: read_layout(tmp_path))
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe")
-    assert "not UTF-8" in says(ConfigError, lambda: read_layout(tmp_path / "a.yaml"))
+    assert "not UTF-8" in message_of(ConfigError, lambda: read_layout(tmp_path / "a.yaml"))
 
 
 def test_a_setting() -> None:
@@ -315,15 +315,15 @@ def test_a_setting() -> None:
 
 @pytest.mark.parametrize("text", ["norm_eps", "=1", "a=[1]", "a={", "a=" + "1" * 500])
 def test_an_invalid_setting_is_refused(text: str) -> None:
-    assert "expected KEY=VALUE" in says(ConfigError, lambda: parse_setting(text))
+    assert "expected KEY=VALUE" in message_of(ConfigError, lambda: parse_setting(text))
 
 
 def test_a_token_never_overwrites_a_switch() -> None:
     layout = override(parse_layout(FILE, "f"), {"tokens.pad": 5, "norm_place": "post"})
     assert layout.tokens["pad"] == 5
     assert {key: value for key, value in layout.arch.items() if "place" in key} == {"norm_place": "post"}
-    assert "switch pad is unknown" in says(ConfigError, lambda: override(layout, {"pad": 5}))
-    assert "token norm is unknown" in says(ConfigError, lambda: override(layout, {"tokens.norm": 5}))
+    assert "switch pad is unknown" in message_of(ConfigError, lambda: override(layout, {"pad": 5}))
+    assert "token norm is unknown" in message_of(ConfigError, lambda: override(layout, {"tokens.norm": 5}))
 
 
 # Applying: the canonical names themselves are the simplest foreign model.
@@ -385,7 +385,7 @@ def test_every_problem_is_named_at_once() -> None:
     tensors["enc.layers.0.norm1.weight"] = torch.ones(31)
     tensors["step"] = torch.tensor(3)
     tensors["enc.pos"] = tensors["enc.pos"].long()
-    message = says(CheckpointError, lambda: apply_layout(IDENTITY, tensors))
+    message = message_of(CheckpointError, lambda: apply_layout(IDENTITY, tensors))
     for problem in (
         "map 8 'out.{wb} -> out.{wb}': no key matches",
         "key step is not used",
@@ -411,7 +411,7 @@ def test_every_problem_is_named_at_once() -> None:
 def test_a_state_dict_that_does_not_fit(change: Callable[[dict[str, Tensor]], object], problem: str) -> None:
     tensors = state()
     change(tensors)
-    assert problem in says(CheckpointError, lambda: apply_layout(IDENTITY, tensors, heads=4))
+    assert problem in message_of(CheckpointError, lambda: apply_layout(IDENTITY, tensors, heads=4))
 
 
 @pytest.mark.parametrize(
@@ -437,11 +437,11 @@ def test_a_state_dict_that_does_not_fit(change: Callable[[dict[str, Tensor]], ob
 )
 def test_a_layout_that_does_not_fit(changes: dict[str, Any], problem: str) -> None:
     layout = replace(IDENTITY, **changes)
-    assert problem in says(CheckpointError, lambda: apply_layout(layout, state(), heads=4))
+    assert problem in message_of(CheckpointError, lambda: apply_layout(layout, state(), heads=4))
 
 
 def test_heads_that_do_not_divide() -> None:
-    message = says(CheckpointError, lambda: apply_layout(IDENTITY, state(), heads=64))
+    message = message_of(CheckpointError, lambda: apply_layout(IDENTITY, state(), heads=64))
     assert "num_heads is 64, which does not divide 32 rows" in message
 
 
@@ -452,7 +452,7 @@ def test_one_tensor_from_two_keys_has_to_be_the_same() -> None:
     tensors["shared.weight"] = tensors["enc.embed.weight"].clone()
     assert apply_layout(layout, tensors, heads=4).config.tie_embeddings is False
     tensors["shared.weight"][3, 4] += 1e-6
-    message = says(CheckpointError, lambda: apply_layout(layout, tensors, heads=4))
+    message = message_of(CheckpointError, lambda: apply_layout(layout, tensors, heads=4))
     assert "enc.embed.weight comes from enc.embed.weight and from shared.weight, which differ" in message
 
 
@@ -544,7 +544,9 @@ def test_projections_by_head() -> None:
     found = apply_layout(replace(IDENTITY, map=(*FUSED, *lines)), tensors, heads=4)
     assert torch.equal(output(found), own)
     del tensors["enc.layers.0.self.heads.2.q.weight"]
-    message = says(CheckpointError, lambda: apply_layout(replace(IDENTITY, map=(*FUSED, *lines)), tensors, heads=4))
+    message = message_of(
+        CheckpointError, lambda: apply_layout(replace(IDENTITY, map=(*FUSED, *lines)), tensors, heads=4)
+    )
     assert "has 3 heads, expected 4" in message
 
 
@@ -579,7 +581,9 @@ def test_nothing_is_read_before_the_shapes_fit() -> None:
     """Tensors without values get as far as the values."""
     meta = {name: tensor.to("meta") for name, tensor in state().items()}
     meta["out.bias"] = torch.ones(7)
-    assert "out.bias is [7], expected [31]" in says(CheckpointError, lambda: apply_layout(IDENTITY, meta, heads=4))
+    assert "out.bias is [7], expected [31]" in message_of(
+        CheckpointError, lambda: apply_layout(IDENTITY, meta, heads=4)
+    )
 
 
 # The documentation is that of the code.
@@ -601,5 +605,5 @@ def test_the_documented_file_is_one() -> None:
 )
 def test_an_inexpressible_architecture_is_refused_by_name(key: str, what: str) -> None:
     tensors = {**state(), key: torch.ones(3)}
-    message = says(CheckpointError, lambda: apply_layout(IDENTITY, tensors, heads=4))
+    message = message_of(CheckpointError, lambda: apply_layout(IDENTITY, tensors, heads=4))
     assert f"key {key} looks like {what}, which the canonical model does not support" in message

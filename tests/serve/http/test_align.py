@@ -63,10 +63,10 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 async def test_invalid_pairs_are_refused(serve: Serve, dates_aligned: Path) -> None:
     async with serve(bundle=dates_aligned) as served:
-        for data, told in WRONG:
+        for data, problem in WRONG:
             found = await served.post("align", data)
             assert (found.status_code, set(found.json())) == (400, {"error"})
-            assert told in found.json()["error"]
+            assert problem in found.json()["error"]
 
 
 async def test_a_bundle_without_alignment_is_refused(serve: Serve) -> None:

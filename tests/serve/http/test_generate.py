@@ -52,8 +52,8 @@ async def test_answers_are_those_of_generate(serve: Serve, model: Model, texts: 
                 "finish_reason": [one.finish_reason for one in expected],
             }
             is_one = options.get("num_return_sequences", 1) == 1
-            told = {name: values[0] if is_one else values for name, values in outputs.items()}
-            assert answer.json() == {"model_name": "dates", "model_version": "1"} | told
+            fields = {name: values[0] if is_one else values for name, values in outputs.items()}
+            assert answer.json() == {"model_name": "dates", "model_version": "1"} | fields
 
         await asyncio.gather(*(ask(text, KINDS[index % len(KINDS)]) for index, text in enumerate(texts[:40])))
 
@@ -151,9 +151,9 @@ async def test_text_that_cannot_be_tokenized_is_refused(serve: Serve) -> None:
 
 async def test_each_endpoint_replaces_unknowns(serve: Serve, meetings: Path) -> None:
     async with serve(OFFERS, bundle=meetings) as served:
-        for text, said in zip(TEXTS, SAID, strict=True):
+        for text, expected in zip(TEXTS, SAID, strict=True):
             answer = await served.post("generate", {"text_input": text, "parameters": COPY})
-            assert answer.json()["text_output"] == said
+            assert answer.json()["text_output"] == expected
         inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [len(TEXTS)], "data": TEXTS}]
         answer = await served.post("infer", {"inputs": inputs, "parameters": COPY})
         outputs = {output["name"]: output["data"] for output in answer.json()["outputs"]}

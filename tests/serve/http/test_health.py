@@ -33,9 +33,9 @@ async def test_a_failed_model_makes_the_process_unhealthy(dates_bundle: Path, mo
             before_steps(patch, broken)
             assert (await client.post("/v2/models/one/generate", json=ASKED)).status_code == 500
         assert await codes(client, LIVE) == await codes(client, READY) == {503}
-        told = await client.get("/livez")
-        assert told.headers["retry-after"] == "1"
-        assert "an engine has failed; see the log, and restart the process" in told.json()["error"]
+        answer = await client.get("/livez")
+        assert answer.headers["retry-after"] == "1"
+        assert "an engine has failed; see the log, and restart the process" in answer.json()["error"]
         ready = [await codes(client, (f"/v2/models/{name}/ready",)) for name in ("one", "two")]
         assert ready == [{503}, {200}]
         assert (await client.post("/v2/models/two/generate", json=ASKED)).json()["text_output"] == "1999-05-03"

@@ -181,7 +181,7 @@ async def test_wrong_tensors_are_400_with_the_reason(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "binary", "why"),
+    ("json_length", "binary", "why"),
     [
         ("10000", b"", "expected a number up to"),
         ("-1", b"", "expected a number up to"),
@@ -193,9 +193,11 @@ async def test_wrong_tensors_are_400_with_the_reason(serve: Serve) -> None:
         (None, b"\x02\0\0\0\xff\xfe", "text 1 is not UTF-8"),
     ],
 )
-async def test_wrong_bytes_after_the_json_are_400(serve: Serve, said: str | None, binary: bytes, why: str) -> None:
+async def test_wrong_bytes_after_the_json_are_400(
+    serve: Serve, json_length: str | None, binary: bytes, why: str
+) -> None:
     head = b'{"inputs":[{"name":"text_input","shape":[1],"datatype":"BYTES","parameters":{"binary_data_size":6}}]}'
     async with serve() as served:
-        headers = {"Inference-Header-Content-Length": said or str(len(head))}
+        headers = {"Inference-Header-Content-Length": json_length or str(len(head))}
         answer = await served.client.post("/v2/models/dates/infer", content=head + binary, headers=headers)
         assert (answer.status_code, why in answer.json()["error"]) == (400, True), answer.text

@@ -52,15 +52,15 @@ async def test_without_the_page_its_files_are_404(serve: Serve) -> None:
 
 async def test_the_page_receives_the_properties_of_a_model(serve: Serve, texts: list[str]) -> None:
     async with serve(slots=3) as served:
-        (told,) = (await served.client.get("/page/models")).json()["models"]
-        assert (told["name"], told["state"], told["is_ready"]) == ("dates", "ready", True)
-        assert told["facts"]["Maximum source"] == "64 tokens"
-        assert told["facts"]["Slots"] == "3"
-        assert re.fullmatch(r"\d\.\d MB, fp32", told["facts"]["Weights"])
-        assert told["facts"]["Threads"] == "1 encoder, 1 decoder"
-        assert told["has_alignment"] is False
-        assert 1 <= len(told["examples"]) <= page.NUM_EXAMPLES
-        assert set(told["examples"]) <= set(texts)
+        (shown,) = (await served.client.get("/page/models")).json()["models"]
+        assert (shown["name"], shown["state"], shown["is_ready"]) == ("dates", "ready", True)
+        assert shown["facts"]["Maximum source"] == "64 tokens"
+        assert shown["facts"]["Slots"] == "3"
+        assert re.fullmatch(r"\d\.\d MB, fp32", shown["facts"]["Weights"])
+        assert shown["facts"]["Threads"] == "1 encoder, 1 decoder"
+        assert shown["has_alignment"] is False
+        assert 1 <= len(shown["examples"]) <= page.NUM_EXAMPLES
+        assert set(shown["examples"]) <= set(texts)
 
 
 async def test_tokens_are_those_of_the_tokenizer(serve: Serve, model: Model) -> None:
