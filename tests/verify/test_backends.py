@@ -98,7 +98,7 @@ def test_an_encoder_only_engine_is_compared(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(backend, "open_bundle", engines())
     report = verify_bundle(tmp_path / "b", config=FEW, backend="trt")
     assert report.passed
-    assert [(one.stage, one.quantity) for one in report.numbers] == [("trt fp32", "logits"), ("trt fp32", "head")]
+    assert [(one.stage, one.quantity) for one in report.numbers] == [("trt fp32", "states"), ("trt fp32", "logits")]
 
 
 def test_narrow_weights_are_judged_by_their_own_tolerance(

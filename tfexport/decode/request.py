@@ -86,7 +86,7 @@ def check_requests(
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
-        raise InputError("decode: this model has no decoder and cannot generate; use its hidden states")
+        raise InputError("decode: this model has no decoder and cannot generate; use embed or classify")
     sources = listed("decode", "sources", sources, ID_LISTS)
     prefixes = listed("decode", "prefixes", [()] * len(sources) if prefixes is None else prefixes, ID_LISTS)
     if len(prefixes) != len(sources):
@@ -141,7 +141,7 @@ def check_pairs(
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
-        raise InputError(f"{subject}: this model has no decoder and cannot read targets; use its hidden states")
+        raise InputError(f"{subject}: this model has no decoder and cannot read targets; use embed or classify")
     lists = {"sources": listed_ids(subject, "sources", sources), "targets": listed_ids(subject, "targets", targets)}
     count = len(lists["sources"])
     lists["prefixes"] = [()] * count if prefixes is None else listed_ids(subject, "prefixes", prefixes)

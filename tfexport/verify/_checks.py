@@ -188,12 +188,12 @@ def _encoder_numbers(model: EagerModel, named: Named, batches: Sequence[Batch], 
     report(f"comparing hidden states: {stage}")
     expected = [full_outputs(model, ids, mask) * mask[:, :, None] for ids, mask in sources]
     got = [session.hidden_states(ids, mask) * mask[:, :, None] for ids, mask in sources]
-    yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
+    yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance, "states")
     if session.spec.head != "none":
-        report(f"comparing the head: {stage}")
+        report(f"comparing logits: {stage}")
         eager = EagerSession(model.module, replace(session.spec, precision="fp32"))
         expected, got = ([_kept(each.logits(ids, mask), mask) for ids, mask in sources] for each in (eager, session))
-        yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance, "head")
+        yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
 
 
 def _kept(logits: Floats, mask: Mask) -> Floats:

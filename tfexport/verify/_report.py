@@ -23,7 +23,7 @@ class Numbers:
     worst: float  # largest |difference|
     tolerance: float  # limit of `error`
     place: str  # of the largest difference
-    quantity: str = "logits"  # or "speculation", "alignment" or "head"
+    quantity: str = "logits"  # or "speculation", "alignment" or "states"
 
     @property
     def passed(self) -> bool:
