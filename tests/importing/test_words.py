@@ -252,6 +252,8 @@ WRONG: dict[str, tuple[object, str]] = {
     "cut.pkl": (b"\x80\x04\x95\xff", "json.dump"),
     "bomb.pkl": (b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".", "memory"),
     "empty.pt": (b"PK\x03\x04", "json.dump"),
+    "surrogate.json": ({"a": 0, "\ud800": 1}, "not valid Unicode"),
+    "none.json": ({}, "json.dump"),
     "model.json": ({"model_type": "bart"}, "json.dump"),
 }
 

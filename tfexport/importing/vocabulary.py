@@ -24,7 +24,7 @@ Merge = tuple[str, str]
 # Name that fairseq, NLLB and mBART give to a SentencePiece model next to a list of its pieces.
 SPM_BPE = "sentencepiece.bpe.model"
 _SPACE = "▁"
-_JSON = re.compile(r'\s*[\[{]\s*["\[{]')  # not a list of tokens that begins with [PAD]
+_JSON = re.compile(r'\s*(\{\s*["}]|\[\s*[]"\[{])')  # not a list of tokens that begins with [PAD]
 _TO_JSON = "in your code, save the dictionary of tokens with json.dump(STOI, open('vocab.json', 'w'))"
 _UNKNOWN_NAME, _SPECIAL_NAME = re.compile(r"(?i:[<\[_|]+(unk|unknown|oov)[>\]_|]*)|UNK|OOV"), re.compile(r"<.+>|\[.+\]")
 # Types of models and pieces in SentencePiece's format.
@@ -135,6 +135,7 @@ def _words(
     (name, limit), given, ids, found = vocabulary_size(spec, side), spec.tokens, dict(pairs), list(problems or ())
     tokens = {i: token for token, i in pairs}
     found += [f"{shortened(t)} and id {i} are not unique" for t, i in pairs if ids[t] != i or tokens[i] != t]
+    found += [f"{ascii(t)} is not valid Unicode" for t in ids if t.encode(errors="ignore").decode() != t]
     if not ids or not 0 <= min(tokens) <= max(tokens) < limit:
         found.append(f"has {len(ids)} tokens, the model's {name} is {limit}")
     if given.unk is not None and given.unk not in tokens:
