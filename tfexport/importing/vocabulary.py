@@ -135,7 +135,7 @@ def _words(
     (name, limit), given, ids, found = vocabulary_size(spec, side), spec.tokens, dict(pairs), list(problems or ())
     tokens = {i: token for token, i in pairs}
     found += [f"{shortened(t)} and id {i} are not unique" for t, i in pairs if ids[t] != i or tokens[i] != t]
-    found += [f"{ascii(t)} is not valid Unicode" for t in ids if t.encode(errors="ignore").decode() != t]
+    found += [f"{t!a} is not valid Unicode" for t in ids if t.encode(errors="ignore").decode() != t]
     if not ids or not 0 <= min(tokens) <= max(tokens) < limit:
         found.append(f"has {len(ids)} tokens, the model's {name} is {limit}")
     if given.unk is not None and given.unk not in tokens:
