@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfexport.cli._lines import read_lines, write_whole
+from tfexport.cli.terminal import read_lines, write_whole
 from tfexport.errors import InputError
 
 

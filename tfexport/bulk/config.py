@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, get_args
 
-from tfexport.config import Config, Ge, Le, Match
+from tfexport.config import Config, Ge, Help, Le, Match
 from tfexport.errors import InputError
 
 Format = Literal[".parquet", ".jsonl", ".csv", ".tsv", ".txt"]
@@ -16,21 +16,15 @@ _LINE_BREAK = re.compile(r"\r\n?|\n")
 
 
 class BulkConfig(Config, subject="bulk"):
-    """Settings of a bulk run, except for decoding.
+    """Settings of a bulk run, except for decoding."""
 
-    Attributes:
-        input_column: column with the texts; None for the only text column, or the one named "text".
-        output_column: column for the outputs; also the prefix of the names of three more columns.
-        prefix: text that every output starts with; None for no prefix.
-        batch_size: number of texts that are decoded together; it does not change the outputs.
-        rows_per_part: number of rows that are decoded and saved together; a part has fewer rows if they exceed 32 MiB.
-    """
-
-    input_column: _Name | None = None
-    output_column: _Name = "output"
-    prefix: str | None = None
-    batch_size: Annotated[int, Ge(1)] = 32
-    rows_per_part: Annotated[int, Ge(1), Le(1_000_000)] = 2048
+    input_column: Annotated[
+        _Name | None, Help("Column of the texts; by default the only one, or the one named text.")
+    ] = None
+    output_column: Annotated[_Name, Help("Column of the outputs; more columns begin with its name.")] = "output"
+    prefix: Annotated[str | None, Help("Text that every output begins with.")] = None
+    batch_size: Annotated[int, Ge(1), Help("Texts that are decoded together; does not change the outputs.")] = 32
+    rows_per_part: Annotated[int, Ge(1), Le(1_000_000), Help("Rows that are saved together, up to 32 MiB.")] = 2048
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tfexport.errors import ParityError, TfexportError, printable
 EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 # `tfexport` without a command shows its help; before click 8.2 that was not an error.
 _NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+_FORMER = {"golden": "reference", "form": "variant", "forms": "variants"}  # earlier names of options
 
 
 class Commands(click.Group):
@@ -71,6 +72,19 @@ class Commands(click.Group):
         return (name, self.commands[name], args[2:]) if name in self.commands else super().resolve_command(ctx, args)
 
 
+@click.group(
+    cls=Commands,
+    context_settings={
+        "show_default": True,
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: _FORMER.get(name, name),
+    },
+)
+@click.version_option(package_name="tfexport")
+def main() -> None:
+    """Take a from-scratch encoder-decoder transformer from PyTorch to production."""
+
+
 def _print_error(line: str) -> None:
     with suppress(OSError):
         click.echo(line, err=True)
@@ -97,9 +111,6 @@ def _one_line(error: click.ClickException) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
     advice = f" See {context.command_path} --help." if context else ""
     return printable(" ".join(error.format_message().split()) + advice)
-
-
-# ---- streams and signals
 
 
 class Terminated(SystemExit):
@@ -154,7 +165,6 @@ def reports_whether_written(output: Path) -> Iterator[None]:
 
 
 def _content(folder: Path) -> frozenset[tuple[str, int]]:
-    """Return names and inodes of visible entries."""
     try:
         return frozenset((entry.name, entry.inode()) for entry in os.scandir(folder) if not entry.name.startswith("."))
     except OSError:

@@ -12,34 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.commands import Terminated
-from tfexport.cli.options import TextRun, decode_options, is_given, json_option, text_options, token_ids
+from tfexport.bulk.config import BulkConfig, Progress, answer_line, is_bulk, is_table
+from tfexport.cli.commands import Terminated, main
+from tfexport.cli.options import TextRun, config_options, decode_options, is_given, json_option, text_options, token_ids
 from tfexport.cli.terminal import CLEAR_LINE, inputs_of, json_text, lines_to, progress, report_line
 from tfexport.errors import InputError
 
 if TYPE_CHECKING:
-    from tfexport.bulk.config import BulkConfig, Progress
     from tfexport.model.model import Model
 
 EXIT_ROWS = 3  # the output is complete, but some of its rows have an error
 _TERMINAL_INTERVAL_S, _LOG_INTERVAL_S = 0.2, 30.0  # between two lines of progress
 
 
-@click.command()
+@main.command()
 @text_options(bulk=True)
-@click.option("--input-column", help="Column of the texts; by default the only one, or the one named text.")
-@click.option("--output-column", help="Column of the outputs; more columns begin with its name.  [default: output]")
-@click.option("--prefix", help="Text that every output begins with.")
+@config_options(BulkConfig, "input_column", "output_column", "prefix")
 @json_option
 @decode_options
-def generate(
-    run: TextRun,
-    input_column: str | None,
-    output_column: str | None,
-    prefix: str | None,
-    as_json: bool,
-    **decode: Any,
-) -> None:
+def generate(run: TextRun, as_json: bool, **options: Any) -> None:
     """Generate a text for each TEXT and print one per line.
 
     Without TEXT and --input it reads standard input. Several texts for one input are written as number of the
@@ -50,11 +41,10 @@ def generate(
 
     Options given here override the bundle's own defaults (tfexport inspect BUNDLE), which override those below.
     """
-    options = {name: value for name, value in decode.items() if is_given(name)}
-    from tfexport.bulk.config import BulkConfig, is_bulk
-
+    columns = {name: options.pop(name) for name in ("input_column", "output_column", "prefix")}
+    options = {name: value for name, value in options.items() if is_given(name)}
     in_bulk = not run.texts and not as_json and is_bulk(run.source, run.output)
-    inputs = [] if in_bulk else _read_inputs(run, has_columns=(input_column or output_column) is not None)
+    inputs = [] if in_bulk else _read_inputs(run)
     from tfexport.model.load import load
 
     with load(run.bundle, **run.loading) as model:
@@ -63,22 +53,15 @@ def generate(
             raise InputError(f"{run.bundle}: is an encoder-only model and generates no text; {remedy}")
         options = token_ids(options, model.tokenizer.target_id if model.tokenizer else None)
         if in_bulk:
-            config = BulkConfig(
-                input_column=input_column,
-                output_column=BulkConfig.output_column if output_column is None else output_column,
-                prefix=prefix,
-                batch_size=run.batch_size,
-            )
+            config = BulkConfig(batch_size=run.batch_size, **columns)
             _generate_in_bulk(model, str(run.source), str(run.output), config, options)
         else:
-            _generate_lines(model, inputs, run, prefix, as_json, options)
+            _generate_lines(model, inputs, run, columns["prefix"], as_json, options)
 
 
 def _generate_lines(
     model: Model, inputs: Sequence[str], run: TextRun, prefix: str | None, as_json: bool, options: dict[str, Any]
 ) -> None:
-    from tfexport.bulk.config import answer_line
-
     prefixes = None if prefix is None else [prefix] * len(inputs)
     with lines_to(run.output) as write, progress(len(inputs), run.batch_size) as tick:
         is_numbered = model.decoding(**options).num_return_sequences > 1
@@ -90,15 +73,13 @@ def _generate_lines(
                 write(answer_line(result.text, result.index + 1 if is_numbered else None, result.score))
 
 
-def _read_inputs(run: TextRun, *, has_columns: bool) -> list[str]:
+def _read_inputs(run: TextRun) -> list[str]:
     """Return the texts; raise if files or options need the bulk mode."""
-    from tfexport.bulk.config import is_table
-
     source, output = run.source, run.output
     subject = ""
     if isinstance(source, str) or isinstance(output, str):
         subject = "A URI"
-    elif has_columns:
+    elif is_given("input_column") or is_given("output_column"):
         subject = "--input-column or --output-column"
     elif source is not None and is_table(source):
         subject = f"--input {source}, whose lines are not texts,"

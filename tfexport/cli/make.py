@@ -9,7 +9,7 @@ from typing import Any, get_args
 import click
 
 from tfexport.bundle.manifest import ENGINES, Identity
-from tfexport.cli.commands import reports_whether_written
+from tfexport.cli.commands import main, reports_whether_written
 from tfexport.cli.options import (
     PATH,
     CommaList,
@@ -29,7 +29,7 @@ from tfexport.serve.config import Limits, ServingConfig, named_bundles
 from tfexport.tensorrt.config import EngineConfig, Target
 
 
-@click.command("import")
+@main.command("import")
 @click.argument("checkpoint", type=PATH)
 @click.option("--output", type=PATH, required=True, help="Model directory to write.")
 @click.option(
@@ -73,7 +73,7 @@ def _heads(value: str) -> AlignmentHeads:
         raise click.BadParameter(f"{value!r} is not a layer and heads; {remedy}") from error
 
 
-@click.command()
+@main.command()
 @click.argument("source")
 @click.option("--output", type=PATH, required=True, help="Bundle directory to write.")
 @config_options(
@@ -88,33 +88,25 @@ def _heads(value: str) -> AlignmentHeads:
 @click.option("--date", help="Date for the manifest, YYYY-MM-DD; by default it has none.")
 @sign_key_option
 @click.option("--force", is_flag=True, help="Replace an existing bundle once the new one is complete.")
-def onnx(source: str, output: Path, verify: bool, force: bool, sign_key: Path | None, **options: Any) -> None:
+def onnx(source: str, output: Path, **options: Any) -> None:
     """Export SOURCE as a bundle of ONNX graphs.
 
     SOURCE is a model directory (config.json, model.safetensors, optional tokenizer.json), preset:NAME, or
     PACKAGE.MODULE:FACTORY for a module of your own, whose code is imported and run.
     """
     settings, identity = config_of(ExportConfig, options), config_of(Identity, options)
+    others = {name: options[name] for name in ("verify", "force", "sign_key")}
     with reports_whether_written(output):
         from tfexport.export import export_bundle
 
-        bundle = export_bundle(
-            source,
-            output,
-            settings,
-            identity=identity,
-            verify=verify,
-            force=force,
-            sign_key=sign_key,
-            report=report_line,
-        )
+        bundle = export_bundle(source, output, settings, identity=identity, report=report_line, **others)
         manifest = bundle.manifest
         text = f", {manifest.text.proof}" if manifest.has_tokenizer else ""
         click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}{text}"))
         click.echo(printable(str(manifest.proof)))
 
 
-@click.command()
+@main.command()
 @click.argument("bundle", type=PATH)
 @config_options(
     EngineConfig,
@@ -136,41 +128,28 @@ def onnx(source: str, output: Path, verify: bool, force: bool, sign_key: Path | 
 @trusted_keys_option
 @click.option("--force", is_flag=True, help="Replace an existing engine once the new one is complete.")
 @json_option
-def trt(
-    bundle: Path,
-    dry_run: bool,
-    sign_key: Path | None,
-    trusted_keys: tuple[Path, ...] | None,
-    force: bool,
-    as_json: bool,
-    **config: Any,
-) -> None:
+def trt(bundle: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Build TensorRT engines from BUNDLE and put them into it.
 
     An engine is named after target, variant, precision and weights, and is stored in engines/ of the bundle.
     """
-    settings = EngineConfig(**config)
+    settings, keys = config_of(EngineConfig, options), options["trusted_keys"]
     from tfexport.tensorrt.pipeline import build_engines, estimate_engines
 
     if dry_run:
-        estimate = estimate_engines(bundle, settings, trusted_keys=trusted_keys, report=report_line)
+        estimate = estimate_engines(bundle, settings, trusted_keys=keys, report=report_line)
         print_result(estimate.to_dict(), estimate.lines(), as_json)
         return
     with reports_whether_written(bundle / ENGINES):
         with stage_progress() as (report, on_progress):
+            others: dict[str, Any] = {"force": options["force"], "sign_key": options["sign_key"], "trusted_keys": keys}
             built = build_engines(
-                bundle,
-                settings,
-                force=force,
-                sign_key=sign_key,
-                trusted_keys=trusted_keys,
-                report=report,
-                on_progress=partial(on_progress, "building"),
+                bundle, settings, report=report, on_progress=partial(on_progress, "building"), **others
             )
         print_result(built.to_dict(), built.lines(), as_json)
 
 
-@click.command()
+@main.command()
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
 @click.option("--output", type=PATH, required=True, help="Model repository to write.")
 @loading_options

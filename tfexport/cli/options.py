@@ -147,12 +147,9 @@ def loading_options(command: F) -> F:
 
 
 def config_options(config: type[Config], *fields: str, **changes: str | dict[str, Any]) -> Callable[[F], F]:
-    """Return a decorator that adds options for fields of a configuration.
+    """Return a decorator that adds options for `fields`, or all with a help text."""
 
-    Without `fields` it adds all that have a help text. `changes` has, for a field, the name of its option, or arguments
-    of `click.option` that replace the field's.
-    """
-
+    # `changes` has, for a field, the name of its option, or arguments of `click.option` that replace the field's.
     def add(command: F) -> F:
         for setting in reversed(settings(config)):
             if setting.name in fields or (setting.help and not fields):
@@ -171,7 +168,6 @@ def config_of(kind: type[C], options: dict[str, Any]) -> C:
 
 
 def _derived(setting: Setting) -> dict[str, Any]:
-    """Return the arguments of `click.option` for a setting."""
     name, default = "--" + setting.name.replace("_", "-"), setting.default
     if setting.types == (bool,):
         return {"name": f"{name}/--no-{name[2:]}" if default else name, "is_flag": True, "default": default}
@@ -204,12 +200,8 @@ def is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
-def _without_empty(_context: click.Context, _parameter: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop empty values, which cancel a default of the bundle."""
-    return tuple(value for value in values if value)
-
-
-_REPEATABLE: dict[str, Any] = {"multiple": True, "callback": _without_empty}
+# An empty value cancels a default of the bundle.
+_REPEATABLE = {"multiple": True, "callback": lambda _context, _parameter, values: tuple(filter(None, values))}
 decode_options = config_options(
     DecodeConfig,
     early_stopping={
@@ -219,7 +211,7 @@ decode_options = config_options(
     },
     bad_words_ids={"type": CommaList(int), **_REPEATABLE},
     sequence_bias={"type": IdsAndNumber(int), "metavar": "IDS=NUMBER", **_REPEATABLE},
-    stop_strings={"callback": _without_empty},
+    stop_strings=_REPEATABLE,
     **{x.name: f"--{x.name}/--no-{x.name}".replace("_", "-") for x in settings(DecodeConfig) if x.types == (bool,)},
     **{name: {"type": NoneOr(_id_or_token), "metavar": "ID OR TOKEN"} for name in _NAMED_TOKENS},
 )

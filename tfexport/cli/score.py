@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from tfexport.cli._lines import split_pairs
+from tfexport.cli.commands import main
 from tfexport.cli.options import TextRun, json_option, text_options
-from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
+from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress, split_pairs
 from tfexport.contract import Pooling
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _opened(run: TextRun, count: int, label: str) -> Iterator[tuple[Model, Calla
         yield model, write, {"batch_size": run.batch_size, "on_progress": tick}
 
 
-@click.command()
+@main.command()
 @text_options()
 @click.option("--add-eos/--no-add-eos", default=True, help="Score the end token after each target too.")
 @json_option
@@ -52,7 +52,7 @@ def score(run: TextRun, add_eos: bool, as_json: bool) -> None:
                 write(f"{one.log_prob:z.4f}")
 
 
-@click.command()
+@main.command()
 @text_options()
 @json_option
 def align(run: TextRun, as_json: bool) -> None:
@@ -72,7 +72,7 @@ def align(run: TextRun, as_json: bool) -> None:
                 write(" ".join(f"{place}-{number}" for number, place in enumerate(one.source_positions)))
 
 
-@click.command()
+@main.command()
 @text_options()
 @click.option(
     "--pooling",
@@ -89,7 +89,7 @@ def embed(run: TextRun, pooling: Pooling | None, normalize: bool) -> None:
             write(json_text({"index": index, "input": text, "embedding": vector.tolist()}))
 
 
-@click.command()
+@main.command()
 @text_options()
 @json_option
 def classify(run: TextRun, as_json: bool) -> None:

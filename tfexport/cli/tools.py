@@ -1,8 +1,9 @@
-"""Define the commands `verify`, `bench`, `inspect` and `doctor`."""
+"""Define the commands `verify`, `bench`, `inspect`, `doctor` and `serve`."""
 
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import click
 
 from tfexport.bench.config import BenchConfig
-from tfexport.cli._lines import write_whole
-from tfexport.cli.commands import EXIT_ERROR, EXIT_PARITY
+from tfexport.cli.commands import EXIT_ERROR, EXIT_PARITY, main
 from tfexport.cli.options import (
     INPUT,
     PATH,
     CommaList,
+    config_of,
     config_options,
     device_option,
     engine_option,
@@ -23,14 +24,15 @@ from tfexport.cli.options import (
     loading_options,
     trusted_keys_option,
 )
-from tfexport.cli.terminal import inputs_of, print_result, report_line
+from tfexport.cli.terminal import inputs_of, print_result, report_line, write_whole
 from tfexport.errors import BenchError, printable
 from tfexport.runtime.registry import comparable
+from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named_bundles
 
 _COMPARABLE = [backend.name for backend in comparable()]
 
 
-@click.command()
+@main.command()
 @click.argument("bundle", type=PATH)
 @click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY that it was made from.")
 @click.option("--samples", default=100, help="Random sequences to decode with each decoder variant and method.")
@@ -51,7 +53,7 @@ def verify(bundle: Path, samples: int, seed: int, as_json: bool, **options: Any)
     click.get_current_context().exit(0 if result.passed else EXIT_PARITY)
 
 
-@click.command()
+@main.command()
 @click.argument("bundle", type=PATH, required=False)
 @loading_options
 @config_options(BenchConfig)
@@ -60,21 +62,14 @@ def verify(bundle: Path, samples: int, seed: int, as_json: bool, **options: Any)
 @click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY to verify with.")
 @click.option("--json", "json_file", type=PATH, help="File to write the whole report to.")
 @click.option("--html", "html_file", type=PATH, help="HTML page with plots to write.")
-def bench(
-    bundle: Path | None,
-    source: Path | None,
-    loading: dict[str, Any],
-    verify: bool,
-    against: str | None,
-    json_file: Path | None,
-    html_file: Path | None,
-    **config: Any,
-) -> None:
+def bench(bundle: Path | None, json_file: Path | None, html_file: Path | None, **options: Any) -> None:
     """Measure the speed, latency and memory of BUNDLE, or of the server at --url.
 
     The exit code is 2 if the report is INVALID. `tfexport bench compare` compares two reports.
     """
-    settings = BenchConfig(**config, **loading | {"trusted_keys": tuple(map(str, loading["trusted_keys"] or ()))})
+    options |= options.pop("loading")
+    options["trusted_keys"] = tuple(map(str, options["trusted_keys"] or ()))
+    settings, source = config_of(BenchConfig, options), options["source"]
     if json_file and html_file and json_file.resolve() == html_file.resolve():
         raise click.UsageError("--json and --html are the same file; give two files.")
     texts = None if source is None else inputs_of((), source)
@@ -87,7 +82,8 @@ def bench(
     with ExitStack() as stack:
         json_lines = stack.enter_context(write_whole(json_file)) if json_file else []
         html_lines = stack.enter_context(write_whole(html_file)) if html_file else []
-        result = bench_bundle(bundle, settings, texts=texts, verify=verify, against=against, report=report_line)
+        verification = {name: options[name] for name in ("verify", "against")}
+        result = bench_bundle(bundle, settings, texts=texts, report=report_line, **verification)
         json_lines.append(json.dumps(result, indent=2, allow_nan=False))
         if html_file:
             html_lines.append(render(result).rstrip())
@@ -95,7 +91,7 @@ def bench(
     click.get_current_context().exit(0 if result["validity"]["valid"] else EXIT_PARITY)
 
 
-@click.command("bench compare")
+@main.command("bench compare")
 @click.argument("first", type=PATH)
 @click.argument("second", type=PATH)
 @click.option("--fail-if", multiple=True, help="Change to fail on, such as 'output_token_throughput<-5%'; repeatable.")
@@ -114,14 +110,14 @@ def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tup
     from tfexport.bench.compare import Condition, compare, read_result
 
     conditions = [Condition.parse(text) for text in fail_if]
-    found = compare(read_result(first), read_result(second), conditions, vary)
-    click.echo("\n".join(map(printable, found.lines)))
-    if found.failures:
-        report_line(f"error: {BenchError(*found.failures, subject='bench compare')}")
+    lines, failures = compare(read_result(first), read_result(second), conditions, vary)
+    click.echo("\n".join(map(printable, lines)))
+    if failures:
+        report_line(f"error: {BenchError(*failures, subject='bench compare')}")
         click.get_current_context().exit(EXIT_PARITY)
 
 
-@click.command()
+@main.command()
 @click.argument("path", type=PATH)
 @trusted_keys_option
 @click.option(
@@ -140,7 +136,7 @@ def inspect(path: Path, trusted_keys: tuple[Path, ...] | None, untrusted: bool, 
     print_result(found, describe(found), as_json)
 
 
-@click.command()
+@main.command()
 @json_option
 def doctor(as_json: bool) -> None:
     """Report which backends work on this machine and how to repair the others.
@@ -152,3 +148,39 @@ def doctor(as_json: bool) -> None:
     found = diagnose()
     print_result(found.to_dict(), found.lines(), as_json)
     click.get_current_context().exit(0 if found.works else EXIT_ERROR)
+
+
+@main.command()
+@click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@loading_options
+@config_options(ServerConfig, drain_delay_s="--drain-delay", shutdown_timeout_s="--shutdown-timeout")
+@config_options(ServingConfig, "slots", "encoder_budget", "max_waiting", "max_waiting_tokens", "max_num_beams")
+@config_options(HttpConfig, "max_timeout_s", "max_body_bytes", max_timeout_s="--timeout", max_body_bytes="--max-body")
+@config_options(HttpConfig, "completions", "translate", "ui")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="Lowest level of messages that are logged to standard error.",
+)
+@click.option("--access-log", is_flag=True, help="Log every request.")
+def serve(bundles: tuple[str, ...], loading: dict[str, Any], log_level: str, access_log: bool, **options: Any) -> None:
+    """Serve BUNDLEs over HTTP until SIGTERM or Ctrl-C.
+
+    A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
+    if log_level != "debug":  # uvicorn logs each start, stop and malformed request
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    from tfexport.serve.server import Server
+
+    server = Server(
+        named_bundles(bundles),
+        config_of(ServerConfig, options),
+        serving=config_of(ServingConfig, options),
+        http=config_of(HttpConfig, options),
+        report=lambda line: click.echo(printable(line)),
+        access_log=access_log,
+        **loading,
+    )
+    click.get_current_context().exit(0 if server.run() else EXIT_ERROR)
