@@ -13,11 +13,11 @@ from tests.decode.scripted import EOS, ScriptedBatch, ScriptedSession, drawn
 from tfexport.bench._loops import (
     STEPS_TOGETHER,
     Call,
-    Caller,
     Samples,
     closed_loop,
     random_batches,
     text_batches,
+    timed_call,
 )
 from tfexport.bench._report import cell_metrics, distribution, is_stable, time_split
 from tfexport.bench.config import BenchConfig, Cell, Scenario, resolve
@@ -149,7 +149,7 @@ def test_timing_does_not_change_a_call(count: int, num_beams: int) -> None:
     session = ScriptedSession(20, drawn(20, eos_bias=1.0))
     sources = [[7, 8, 9], [5], [11, 12]][:count]
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=8)
-    call = Caller(session, config)(sources)
+    call = timed_call(session, config, sources)
     steps, session.steps = session.steps, []
     expected = decode(session, sources, config)
     assert session.steps == steps
@@ -187,7 +187,7 @@ class MultiStepBatch(ScriptedBatch):
 def test_steps_of_one_run_are_timed_together(count: int) -> None:
     sources, config = [[7, 8, 9], [5], [11, 12]][:count], DecodeConfig(max_new_tokens=60)
     timed_one, free = MultiStepSession(), MultiStepSession()
-    call = Caller(timed_one, config)(sources)
+    call = timed_call(timed_one, config, sources)
     found = decode(free, sources, config)
     assert call.tokens == sum(len(best[0].token_ids) for best in found)
     assert timed_one.steps == free.steps
@@ -200,7 +200,7 @@ def test_steps_of_one_run_are_timed_together(count: int) -> None:
 def test_a_target_length_is_reached_exactly() -> None:
     session = ScriptedSession(20, drawn(20, eos_bias=50.0))
     config = BenchConfig(target_length=(6,)).decoding(Cell(2, 4, 6))
-    call = Caller(session, config)([[7, 8], [9]])
+    call = timed_call(session, config, [[7, 8], [9]])
     assert (call.tokens, len(call.step_s)) == (12, 6)
 
 

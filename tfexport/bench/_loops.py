@@ -98,20 +98,17 @@ class Samples:
 
 
 class TimedSession:
-    """Record the seconds of every call of a session since `restart`."""
+    """Record the seconds of every call of a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.restart()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def restart(self) -> None:
         self.encode_s = 0.0  # adding sources: encoding and prefill
         self.reorder_s = 0.0  # reordering and removing rows
         self.step_s = array("d")
         self.first_step_ended = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     def batch(self, width: int = 1) -> _TimedBatch:
         batch = self._session.batch(width)
@@ -159,28 +156,21 @@ class _TimedMultiStep(_TimedBatch):
         return Candidates(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
 
 
-class Caller:
-    """Decode batches as `generate` does, and record their times."""
-
-    def __init__(self, session: Session, config: DecodeConfig) -> None:
-        self._session, self._config = TimedSession(session), config
-
-    def __call__(self, sources: Sequence[Sequence[int]]) -> Call:
-        session = self._session
-        session.restart()
-        began = time.perf_counter()
-        outputs = decode(cast(Session, session), sources, self._config, batch_size=len(sources))
-        return Call(
-            began=began,
-            first_token=session.first_step_ended,
-            ended=time.perf_counter(),
-            sequences=len(sources),
-            source_tokens=sum(map(len, sources)),
-            tokens=sum(len(best.token_ids) for best, *_ in outputs),
-            encode_s=session.encode_s,
-            reorder_s=session.reorder_s,
-            step_s=session.step_s,
-        )
+def timed_call(session: Session, config: DecodeConfig, sources: Sequence[Sequence[int]]) -> Call:
+    """Decode a batch as `generate` does, and record its times."""
+    timed, began = TimedSession(session), time.perf_counter()
+    outputs = decode(cast(Session, timed), sources, config, batch_size=len(sources))
+    return Call(
+        began=began,
+        first_token=timed.first_step_ended,
+        ended=time.perf_counter(),
+        sequences=len(sources),
+        source_tokens=sum(map(len, sources)),
+        tokens=sum(len(best.token_ids) for best, *_ in outputs),
+        encode_s=timed.encode_s,
+        reorder_s=timed.reorder_s,
+        step_s=timed.step_s,
+    )
 
 
 def closed_loop(
@@ -226,11 +216,7 @@ def poisson(rate: float, seconds: float, seed: int) -> array[float]:
 
 
 async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[float]) -> Samples:
-    """Send requests at `arrivals` without waiting for earlier answers.
-
-    All times count from the scheduled arrival, so they include every wait. The run is cancelled if it takes twice the
-    length of the schedule and 10 seconds more. The windows are median latencies of equal numbers of arrivals.
-    """
+    """Send requests at `arrivals`; all times count from the scheduled arrival."""
     now = asyncio.get_running_loop().time
     began, samples, answers = now(), Samples(), list[tuple[float, Answer]]()
 
@@ -280,7 +266,6 @@ def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int
 
 
 def text_batches(sources: Sequence[list[int]], batch_size: int, seed: int) -> list[list[list[int]]]:
-    """Group sources of similar length, and shuffle the batches."""
     ordered = sorted(sources, key=len, reverse=True)
     # Without shuffling, the windows would measure different lengths.
     return shuffled([ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)], seed)
@@ -291,7 +276,6 @@ def shuffled(sources: Sequence[T], seed: int) -> list[T]:
 
 
 def encoded(model: Model, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of texts; raise `InputError` if that is not possible."""
     if model.tokenizer is None:
         raise InputError("this bundle has no tokenizer for the texts of --input; omit it to use random sources")
     return [list(ids) for ids in model.tokenizer.encode(texts)]

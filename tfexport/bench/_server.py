@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import selectors
-import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -34,57 +32,46 @@ BUSY = {429, 503, 504}
 
 
 class Watch(Observer):
-    """Record the work of an engine since `restart`."""
+    """Record the work of an engine's thread since `restart`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self.restart()
 
     def restart(self) -> None:
         self._samples, self._num_steps, self._num_rows = Samples(), 0, 0
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
-        with self._lock:
-            self._samples.queue_s.append(waited_s)
+        self._samples.queue_s.append(waited_s)
 
     def encoded(self, took_s: float) -> None:
-        with self._lock:
-            self._samples.encode_s.append(took_s)
+        self._samples.encode_s.append(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        with self._lock:
-            self._samples.stepping_s += took_s
-            self._num_steps += num_steps
-            self._num_rows += num_steps * num_rows
-            if len(self._samples.step_s) + num_steps <= _loops.MAX_STEPS:
-                self._samples.step_s.extend(array("d", [took_s / num_steps] * num_steps))
+        self._samples.stepping_s += took_s
+        self._num_steps += num_steps
+        self._num_rows += num_steps * num_rows
+        if len(self._samples.step_s) + num_steps <= _loops.MAX_STEPS:
+            self._samples.step_s.extend([took_s / num_steps] * num_steps)
 
     def add_to(self, samples: Samples, slots: int) -> None:
-        with self._lock:
-            for name in ("queue_s", "encode_s", "step_s", "stepping_s"):
-                setattr(samples, name, getattr(self._samples, name))
-            samples.busy_s = samples.elapsed_s
-            if self._num_steps:
-                samples.slot_occupancy = self._num_rows / (self._num_steps * slots)
+        for name in ("queue_s", "encode_s", "step_s", "stepping_s"):
+            setattr(samples, name, getattr(self._samples, name))
+        samples.busy_s = samples.elapsed_s
+        if self._num_steps:
+            samples.slot_occupancy = self._num_rows / (self._num_steps * slots)
 
 
-class EngineCaller:
+async def _ask_engine(engine: Engine, decoding: DecodeConfig, source: Source) -> Answer:
     """Send token ids to an engine in this process; greedy answers are streamed."""
-
-    def __init__(self, engine: Engine, decoding: DecodeConfig) -> None:
-        self._engine, self._decoding = engine, decoding
-        self._streams = decoding.num_beams == 1
-
-    async def __call__(self, source: Source) -> Answer:
-        assert not isinstance(source, str)
-        now, first = asyncio.get_running_loop().time, None
-        generation = self._engine.submit_ids(source, stream=self._streams, config=self._decoding)
-        if self._streams:
-            async for _ in generation:
-                first = first or now()
-        (best,) = await generation
-        ended = now()
-        return Answer(first or min(generation.began, ended), ended, len(source), len(best.token_ids))
+    assert not isinstance(source, str)
+    now, first, streams = asyncio.get_running_loop().time, None, decoding.num_beams == 1
+    generation = engine.submit_ids(source, stream=streams, config=decoding)
+    if streams:
+        async for _ in generation:
+            first = first or now()
+    (best,) = await generation
+    ended = now()
+    return Answer(first or min(generation.began, ended), ended, len(source), len(best.token_ids))
 
 
 def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:
@@ -113,7 +100,6 @@ class HttpCaller:
         return Answer(received[0] if self._streams else None, now(), length, len(ids))
 
     async def ids(self, source: Source, on_data: Callable[[], None] = lambda: None) -> list[int]:
-        """Return the token ids of the best answer, or raise `ServingError`."""
         key = "text_input" if isinstance(source, str) else "input_ids"
         data = {key: source, "parameters": self._parameters}
         status, body = await exchange(self._client, "POST", self._path, data, on_data)
@@ -170,15 +156,7 @@ async def _only_model(client: httpx.AsyncClient) -> str:
     return str(models[0])
 
 
-def measure_engine(
-    bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int
-) -> tuple[dict[str, Any], Model]:
-    # Other selectors wake up to a millisecond late.
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
-        return runner.run(_measure_engine(bundle, config, texts, number))
-
-
-async def _measure_engine(
+async def measure_engine(
     bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> tuple[dict[str, Any], Model]:
     assert config.slots  # resolved
@@ -188,7 +166,7 @@ async def _measure_engine(
     loaded = time.monotonic()
     try:
         sources = _sources(engine.model, config, texts)
-        ask = EngineCaller(engine, config.decoding(cell))
+        ask = partial(_ask_engine, engine, config.decoding(cell))
         first = await ask(sources[0])
         assert first.first_token
         samples = await _measured(ask, sources, config, number, watch.restart)

@@ -54,19 +54,10 @@ class Condition:
         """Parse a condition; raise `ConfigError` if it is not valid."""
         match = _CONDITION.fullmatch("".join(text.split()))
         if match is None:
-            raise ConfigError(
-                f"fail-if: {shortened(text)}, expected a metric, < or >, and a change in percent, such as "
-                "output_token_throughput<-5% or request_latency.p99>10%"
-            )
+            examples = "output_token_throughput<-5% or request_latency.p99>10%"
+            expected = f"a metric, < or >, and a change in percent, such as {examples}"
+            raise ConfigError(f"fail-if: {shortened(text)}, expected {expected}")
         return cls(match[1], match[2] or "", match[3], float(match[4]))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The lines to print, and the conditions that hold."""
-
-    lines: tuple[str, ...]
-    failures: tuple[str, ...]
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -91,11 +82,8 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def compare(
     first: dict[str, Any], second: dict[str, Any], conditions: Sequence[Condition] = (), vary: Sequence[str] = ()
-) -> Comparison:
-    """Compare a report with a baseline, `first`.
-
-    The comparison fails if a condition holds in any cell. `vary` names the fields that may differ.
-    """
+) -> tuple[list[str], list[str]]:
+    """Return lines that compare a report with a baseline, and conditions that hold."""
     unknown = [f"{name} is unknown, expected one of {', '.join(FIELDS)}" for name in vary if name not in FIELDS]
     raise_all(ConfigError, "vary", unknown)
     try:
@@ -115,7 +103,7 @@ def compare(
         failures = [failure for condition in conditions for failure in _failures(condition, first, second, pairs)]
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise BenchError(f"bench compare: a report is damaged ({error!r}); measure again") from error
-    return Comparison(tuple(lines), tuple(failures))
+    return lines, failures
 
 
 def _table(first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[Any, Any]]) -> list[str]:

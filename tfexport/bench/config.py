@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -41,15 +42,12 @@ class Cell:
 
 
 class BenchConfig(Config, subject="bench", former={"form": "variant"}):
-    """Settings of a measurement; `resolve` fills in empty sizes and the duration.
-
-    The fields without a help text are options of `tfexport.load`.
-    """
+    """Settings of a measurement; `resolve` fills in empty sizes and the duration."""
 
     scenario: Annotated[
         Scenario, Help("Measure single requests, batches, requests at --rate, or all combinations of sizes.")
     ] = "single"
-    backend: str = AUTO
+    backend: str = AUTO  # fields without a help text are options of `tfexport.load`
     device: Device = "cpu"
     variant: Variant | None = None
     threads: Annotated[int, Ge(1), Le(MAX_THREADS)] | Literal["auto"] = AUTO
@@ -69,34 +67,32 @@ class BenchConfig(Config, subject="bench", former={"form": "variant"}):
     processes: Annotated[int, Ge(1), Le(20), Help("Number of new processes that measure, one after another.")] = 3
     seed: Annotated[Count, Help("Seed of the random sources and arrivals.")] = 0
 
-    def _problems(self) -> list[str]:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if self.backend not in names():
-            problems.append(f"backend is {self.backend!r}, expected one of {', '.join(map(repr, names()))}")
+            yield f"backend is {self.backend!r}, expected one of {', '.join(map(repr, names()))}"
         if self.scenario == "single" and self.batch_size not in ((), (1,)):
-            problems.append("batch_size is set, but single runs one request at a time; use --scenario offline")
-        problems += [
-            f"{name} has {len(values)} values, expected one; use --scenario sweep"
-            for name in ("batch_size", "source_length", "target_length")
-            if len(values := getattr(self, name)) > 1 and self.scenario != "sweep"
-        ]
+            yield "batch_size is set, but single runs one request at a time; use --scenario offline"
+        for name in ("batch_size", "source_length", "target_length"):
+            if len(values := getattr(self, name)) > 1 and self.scenario != "sweep":
+                yield f"{name} has {len(values)} values, expected one; use --scenario sweep"
         if self.scenario == "server":
-            return [*problems, *self._server_problems()]
-        why = "only valid in the server scenario"
-        return [*problems, *self._unused("rate", "goal_ms", "slots", "url", "model", "token_file", why=why)]
+            yield from self._server_problems()
+        else:
+            why = "only valid in the server scenario"
+            yield from self._unused("rate", "goal_ms", "slots", "url", "model", "token_file", why=why)
 
-    def _server_problems(self) -> list[str]:
-        problems = []
+    def _server_problems(self) -> Iterator[str]:
         if self.rate is None:
-            problems.append("the server scenario needs a rate of requests; set --rate, such as --rate 20")
+            yield "the server scenario needs a rate of requests; set --rate, such as --rate 20"
         if self.batch_size not in ((), (self.slots,)):
-            problems.append("batch_size is set, but a server has slots instead; use --slots")
+            yield "batch_size is set, but a server has slots instead; use --slots"
         if self.url is None:
-            return [*problems, *self._unused("model", "token_file", why="only valid with --url")]
+            yield from self._unused("model", "token_file", why="only valid with --url")
+            return
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            problems.append(f"url is {shortened(self.url)}, expected an address such as http://127.0.0.1:8000")
-        return [*problems, *self._unused("variant", "threads", "engine", "slots", why="not valid with --url")]
+            yield f"url is {shortened(self.url)}, expected an address such as http://127.0.0.1:8000"
+        yield from self._unused("variant", "threads", "engine", "slots", why="not valid with --url")
 
     def _unused(self, *fields: str, why: str) -> list[str]:
         return [f"{name} is {why}; omit it" for name in fields if getattr(self, name) not in (None, AUTO)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from tfexport._io.extras import extra_command
 from tfexport._io.process import ProcessError, call_in_process
 from tfexport._io.signature import TrustedKeys
-from tfexport.bench._loops import Caller, clock, closed_loop, encoded, random_batches, text_batches
+from tfexport.bench._loops import clock, closed_loop, encoded, random_batches, text_batches, timed_call
 from tfexport.bench._report import build_result
 from tfexport.bench._server import measure_engine, measure_url
 from tfexport.bench.config import BenchConfig, resolve
@@ -44,13 +46,7 @@ def bench_bundle(
 ) -> dict[str, Any]:
     """Measure a bundle, or a server that serves one; return the report as JSON values.
 
-    Args:
-        path: path of the bundle; None for a server without a local bundle.
-        config: settings of the measurement.
-        texts: texts to decode; None for random sources.
-        verify: raise if the bundle differs from the eager model, or the server from the bundle.
-        against: model directory or PACKAGE.MODULE:FACTORY to verify with; None for the bundle's own weights.
-        report: receives lines of progress.
+    With `verify`, raise if the bundle differs from the eager model, or the server from the bundle.
     """
     keys = TrustedKeys.read(config.trusted_keys) if config.trusted_keys else None
     bundle = None if path is None else open_bundle(path, trusted_keys=keys)
@@ -126,16 +122,13 @@ def check_parity(
 
 def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
     """Call `measure` in a new process; raise `BenchError` if the process dies."""
-    function, arguments = (
-        f"{__name__}:_measure_in_process",
-        (bundle and str(bundle), config.to_dict(), number, os.getpid()),
-    )
+    arguments, data = (bundle and str(bundle), config.to_dict(), number, os.getpid()), json.dumps(texts).encode()
     try:
-        result: dict[str, Any] = call_in_process(function, *arguments, wall_s=_MAX_S, data=json.dumps(texts).encode())
+        result = call_in_process(f"{__name__}:_measure_in_process", *arguments, wall_s=_MAX_S, data=data)
     except ProcessError as error:
         problem = f"bench: process {number + 1} {error}"
         raise BenchError(f"{problem}; try a smaller --batch-size, or tfexport doctor") from error
-    return result
+    return dict(result)
 
 
 def _measure_in_process(bundle: str | None, config: dict[str, Any], number: int, parent: int, texts: bytes) -> Any:
@@ -144,7 +137,6 @@ def _measure_in_process(bundle: str | None, config: dict[str, Any], number: int,
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process after its parent was killed."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -156,7 +148,9 @@ def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, n
         return asyncio.run(measure_url(bundle, config, texts, number))
     assert bundle
     if config.scenario == "server":
-        result, model = measure_engine(bundle, config, texts, number)
+        # Other selectors wake up to a millisecond late.
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
+            result, model = runner.run(measure_engine(bundle, config, texts, number))
     else:
         result, model = _measure_calls(bundle, config, texts)
     threads = model.threads.decoder if model.threads else available_cores()
@@ -171,7 +165,7 @@ def _measure_calls(bundle: Path, config: BenchConfig, texts: list[str] | None) -
     for cell in config.cells:
         assert config.duration  # resolved
         assert cell.batch_size
-        call = Caller(model.session, config.decoding(cell))
+        call = partial(timed_call, model.session, config.decoding(cell))
         if sources is None:
             batches = random_batches(model.spec, cell, config.seed)
         else:
