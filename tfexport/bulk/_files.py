@@ -74,9 +74,6 @@ class Place:
         selector = fs.FileSelector(self.path, allow_not_found=True)
         return frozenset(info.base_name for info in self.system.get_file_info(selector))
 
-    def delete(self) -> None:
-        self.system.delete_file(self.path)
-
     @contextmanager
     def writing(self, target: Place) -> Iterator[pyarrow.NativeFile]:
         """Write `target` atomically, through a temporary file in this folder."""
@@ -96,7 +93,7 @@ class Place:
                 sync(Path(target.path).parent)
         finally:
             with suppress(OSError):
-                draft.delete()
+                self.system.delete_file(draft.path)
 
 
 def find_place(location: str | PathLike[str]) -> Place:
@@ -117,7 +114,6 @@ def find_place(location: str | PathLike[str]) -> Place:
 
 @contextmanager
 def accessing(name: str, verb: str, remedy: str = "check the place") -> Iterator[None]:
-    """Convert OSError to `InputError`."""
     try:
         yield
     except OSError as error:
@@ -127,7 +123,6 @@ def accessing(name: str, verb: str, remedy: str = "check the place") -> Iterator
 
 @contextmanager
 def reading_parquet(name: str, remedy: str) -> Iterator[None]:
-    """Convert errors of reading a Parquet file to `InputError`."""
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
@@ -155,7 +150,6 @@ class Source:
 
 
 def texts_of(batch: Batch, column: str) -> list[str | None]:
-    """Return the text of each row of a batch; None if a row has no text."""
     if isinstance(batch, pyarrow.RecordBatch):
         values = batch.column(column).to_pylist()
     else:
@@ -165,7 +159,6 @@ def texts_of(batch: Batch, column: str) -> list[str | None]:
 
 @contextmanager
 def open_source(place: Place, suffix: Format) -> Iterator[Source]:
-    """Open and check an input file; raise `InputError` with all its problems."""
     with accessing(place.name, "read"), place.open() as stream:
         yield _parquet_source(place.name, stream) if suffix == ".parquet" else _text_source(place.name, suffix, stream)
 

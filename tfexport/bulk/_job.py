@@ -145,7 +145,7 @@ class Store:
         with accessing(self.folder.name, "written"):
             # The job first: if this is interrupted, the next run must not resume an incomplete folder.
             if _JOB in self.folder.names():
-                (self.folder / _JOB).delete()
+                self.folder.system.delete_file((self.folder / _JOB).path)
             self.folder.system.delete_dir(self.folder.path)
 
     @contextmanager
@@ -185,7 +185,7 @@ class Store:
                 self.folder.system.create_dir(self.folder.path)
                 return False
             for draft in drafts:
-                (self.folder / draft).delete()
+                self.folder.system.delete_file((self.folder / draft).path)
             with (self.folder / _JOB).open() as stream:
                 raw = stream.read()
         remedy, name = f"remove {self.folder.name} to start anew", f"{self.folder.name}/{_JOB}"

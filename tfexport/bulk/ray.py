@@ -20,7 +20,7 @@ from tfexport.bulk._job import Meter, Part, Store, run_job
 from tfexport.bulk.config import BulkConfig, Progress, Summary
 from tfexport.bulk.run import Decoder
 from tfexport.bundle.bundle import open_bundle
-from tfexport.config import Config, Ge
+from tfexport.config import Config, Ge, Help
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
 from tfexport.generation import DecodeConfig
 from tfexport.model.load import load, load_tokenizer
@@ -30,20 +30,12 @@ _MAX_BLOCKS = 4096  # with more parts, a block of Ray Data has several parts
 
 
 class Workers(Config, subject="workers"):
-    """Processes of the cluster that decode.
+    """Processes of the cluster that decode, with options of `tfexport.load`."""
 
-    Attributes:
-        least: minimum number of workers.
-        most: maximum number of workers, if the cluster has room; None for `least`.
-        cpus: cores that each worker reserves; on the CPU also its number of threads.
-        gpus: GPUs that each worker reserves, such as 0.5 if two workers share one.
-        backend: an option of `tfexport.load`, as are `device` and `engine`.
-    """
-
-    least: Annotated[int, Ge(1)] = 1
-    most: int | None = None
-    cpus: Annotated[int, Ge(1)] = 1
-    gpus: Annotated[float, Ge(0)] = 0.0
+    least: Annotated[int, Ge(1), Help("Minimum number of workers.")] = 1
+    most: Annotated[int | None, Help("Maximum number, if the cluster has room; by default `least`.")] = None
+    cpus: Annotated[int, Ge(1), Help("Cores that a worker reserves; on the CPU also its number of threads.")] = 1
+    gpus: Annotated[float, Ge(0), Help("GPUs that a worker reserves, such as 0.5 if two workers share one.")] = 0.0
     backend: str = "auto"
     device: str = "cpu"
     engine: str | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from tfexport.config import Ge, Gt, Le, settings
+from tfexport.config import Ge, Gt, Help, Le, settings
 from tfexport.contract import Device, Variant
 from tfexport.errors import ConfigError
 from tfexport.serve.config import MAX_S, HttpConfig, ServingConfig, named_bundles
@@ -23,13 +23,8 @@ SUBJECT = "application"
 def app(arguments: Mapping[str, Any]) -> Application:
     """Build the Ray Serve application from arguments or a configuration file.
 
-    `serve run tfexport.integrations.ray:app bundle=…` calls it. Only the replicas read the bundles, on their nodes.
-
-    Args:
-        arguments: fields of `Arguments`; values from a command line may be text.
-
-    Raises:
-        ConfigError: lists every argument that is unknown, missing or invalid.
+    `serve run tfexport.integrations.ray:app bundle=…` calls it with fields of `Arguments`, whose values may be text.
+    Only the replicas read the bundles, on their nodes. Raises `ConfigError` with every invalid argument.
     """
     from tfexport.integrations.ray._replica import deployment_of
 
@@ -41,34 +36,24 @@ class Arguments(ServingConfig, HttpConfig, subject=SUBJECT, former={"form": "var
     """Arguments of the application, with those of `ServingConfig` and `HttpConfig`.
 
     Paths are paths on the nodes that run replicas. `backend`, `variant` and `engine` are those of `tfexport.load`.
-
-    Attributes:
-        bundle: `[NAME=]BUNDLE` or a list of them; each replica serves all bundles, each with its own engine.
-        device: "cpu" or "cuda"; None chooses "cuda" if the replica has a GPU or a part of one.
-        threads: CPU threads per model; None divides the replica's CPUs between its models.
-        trusted_keys: path of a file of public keys, or a list of paths; one key must have signed each bundle.
-        token_file: file with one bearer token per line; None accepts requests without a token.
-        min_replicas: minimum number of replicas.
-        max_replicas: maximum number of replicas; if it is above `min_replicas`, Ray scales between them.
-        num_cpus: cores that Ray reserves for a replica.
-        num_gpus: GPUs that Ray reserves for a replica; 0.5 lets two replicas share one, without a memory limit.
-        shutdown_timeout_s: time limit in seconds for a stopping replica to finish its accepted requests.
     """
 
-    bundle: str | tuple[str, ...]
+    bundle: Annotated[str | tuple[str, ...], Help("`[NAME=]BUNDLE` or a list of them; each replica serves all.")]
     backend: str = "auto"
     variant: Variant | None = None
-    device: Device | None = None
+    device: Annotated[Device | None, Help("By default cuda if the replica has a GPU or a part of one.")] = None
     engine: str | None = None
-    threads: int | None = None
-    trusted_keys: str | tuple[str, ...] | None = None
-    token_file: str | None = None
+    threads: Annotated[int | None, Help("CPU threads per model; by default a share of the replica's CPUs.")] = None
+    trusted_keys: Annotated[
+        str | tuple[str, ...] | None, Help("Files of public keys, one of which must have signed each bundle.")
+    ] = None
+    token_file: Annotated[str | None, Help("File with one bearer token per line; requests need one of them.")] = None
     timeout_s: Annotated[float | None, Gt(0), Le(MAX_S)] = HttpConfig.max_timeout_s
-    min_replicas: Annotated[int, Ge(1), Le(10_000)] = 1
-    max_replicas: Annotated[int, Ge(1), Le(10_000)] = 1
-    num_cpus: Annotated[float, Ge(0), Le(1024)] = 1.0
-    num_gpus: Annotated[float, Ge(0), Le(1024)] = 0.0
-    shutdown_timeout_s: Annotated[float, Ge(0), Le(86_400)] = 30.0
+    min_replicas: Annotated[int, Ge(1), Le(10_000), Help("Minimum number of replicas.")] = 1
+    max_replicas: Annotated[int, Ge(1), Le(10_000), Help("Maximum number; Ray scales between both.")] = 1
+    num_cpus: Annotated[float, Ge(0), Le(1024), Help("Cores that Ray reserves for a replica.")] = 1.0
+    num_gpus: Annotated[float, Ge(0), Le(1024), Help("GPUs of a replica; 0.5 shares one, without memory limit.")] = 0.0
+    shutdown_timeout_s: Annotated[float, Ge(0), Le(86_400), Help("Seconds to finish accepted requests.")] = 30.0
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> Self:
@@ -89,7 +74,6 @@ class Arguments(ServingConfig, HttpConfig, subject=SUBJECT, former={"form": "var
 
     def _problems(self) -> Iterator[str]:
         yield from ServingConfig._problems(self)
-        yield from HttpConfig._problems(self)
         if self.max_replicas < self.min_replicas:
             yield f"max_replicas is {self.max_replicas}, below min_replicas {self.min_replicas}; raise it too"
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):

@@ -57,18 +57,11 @@ class Replica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         metrics, bundles = Metrics(), arguments.bundles
         resources = ray.get_runtime_context().get_assigned_resources()
+        options = {name: getattr(arguments, name) for name in ("backend", "variant", "engine")}
+        options["device"] = arguments.device or ("cuda" if resources.get("GPU") else "cpu")
+        options["threads"] = arguments.threads or max(1, int(resources.get("CPU", 1)) // len(bundles))
         self._engines = {
-            name: Engine(
-                path,
-                arguments,
-                observer=metrics.observer(name),
-                backend=arguments.backend,
-                variant=arguments.variant,
-                device=arguments.device or ("cuda" if resources.get("GPU") else "cpu"),
-                engine=arguments.engine,
-                threads=arguments.threads or max(1, int(resources.get("CPU", 1)) // len(bundles)),
-                trusted_keys=arguments.keys,
-            )
+            name: Engine(path, arguments, observer=metrics.observer(name), trusted_keys=arguments.keys, **options)
             for name, path in bundles.items()
         }
         app = build_app(self._engines, arguments, metrics)
@@ -89,10 +82,8 @@ class Replica:
         return self._app
 
     async def check_health(self) -> None:
-        """Raise `EngineFailed` if an engine has failed or has not responded for `hang_s`.
-
-        Ray then replaces the replica, which loses its accepted requests, so engines that are only slow pass.
-        """
+        """Raise `EngineFailed` if an engine has failed or has not responded for `hang_s`."""
+        # Ray then replaces the replica, which loses its accepted requests, so engines that are only slow pass.
         if dead := [name for name, engine in self._engines.items() if not engine.is_alive]:
             raise EngineFailed(f"{', '.join(dead)}: the engine has failed or hangs; see its log")
 

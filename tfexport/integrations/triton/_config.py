@@ -48,7 +48,6 @@ class Settings:
 
     @classmethod
     def read(cls, parameters: Mapping[str, str]) -> Settings:
-        """Read config.pbtxt parameters; raise `ConfigError` for missing or invalid ones."""
         # Names in capitals are Triton's own parameters.
         former = {"form": "variant"}  # in repositories of earlier versions
         parameters = {former.get(name, name): text for name, text in parameters.items() if not name.isupper()}
@@ -78,7 +77,6 @@ def _value(text: str) -> Any:
 
 
 def _inputs(*, has_texts: bool, stream: bool) -> Iterator[str]:
-    """Yield the inputs of a model: sources, and each option that a tensor can hold."""
     number = 1 if stream else _ANY
     if has_texts:
         yield _port("text_input", "STRING", [number])
@@ -104,7 +102,6 @@ def _outputs(*, has_texts: bool, stream: bool) -> Iterator[str]:
 
 
 def describe(name: str, model: Settings, *, has_texts: bool, stream: bool) -> str:
-    """Return the config.pbtxt of a model; `has_texts` if the bundle has a tokenizer."""
     lines = [
         f"# Written by tfexport {version('tfexport')}.",
         f"name: {_quoted(name)}",

@@ -14,23 +14,10 @@ import numpy as np
 from tfexport._io.strict_json import parse_json
 from tfexport.errors import BackendError, TfexportError
 from tfexport.model.result import Result
+from tfexport.serve import inference
 from tfexport.serve.config import Limits, ServingConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.inference import (
-    LISTS,
-    OUTPUTS,
-    Answer,
-    InvalidRequestError,
-    Source,
-    Submitted,
-    Tensor,
-    check_finite,
-    outputs_of,
-    parse_inputs,
-    submit,
-    submit_all,
-    texts,
-)
+from tfexport.serve.inference import OUTPUTS, Answer, InvalidRequestError, Source, Submitted, Tensor
 
 logger = logging.getLogger(__name__)
 CANCEL_POLL_S = 0.1
@@ -39,10 +26,6 @@ _NUMPY = {datatype: name for name, datatype in _DATATYPES.items()}
 
 
 def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[Source], list[dict[str, Any]]]:
-    """Return the sources of a request, and the arguments of `submit` for each.
-
-    The request of a stream has one source without a batch dimension.
-    """
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     for tensor in request.inputs():
@@ -50,9 +33,9 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
         num_bytes += size
         if num_bytes > limits.max_body_bytes:
             raise InvalidRequestError(f"the inputs are above the limit of {limits.max_body_bytes} bytes; send less")
-    if stream and (ids := tensors.get("input_ids")):
+    if stream and (ids := tensors.get("input_ids")):  # one source without a batch dimension
         tensors["input_ids"] = Tensor(ids.name, ids.datatype, (1, *ids.shape), ids.values)
-    sources, options = parse_inputs(tensors, _parameters(request), limits)
+    sources, options = inference.parse_inputs(tensors, _parameters(request), limits)
     for source, given in zip(sources, options, strict=True):
         if not isinstance(source, str) and isinstance(given.get("prefix"), str):
             given["prefix"] = _parsed("prefix", given["prefix"])
@@ -60,7 +43,6 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
 
 
 def part_outputs(items: Sequence[str] | Sequence[int]) -> dict[str, Tensor]:
-    """Return a stream's outputs for new pieces of text or new tokens."""
     if isinstance(items[0], str):
         return {"text_output": Tensor("text_output", "BYTES", (1,), ["".join(map(str, items))])}
     return {"output_ids": Tensor("output_ids", "INT64", (len(items),), items)}
@@ -85,9 +67,9 @@ def _read(name: str, array: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
     values, datatype = array.ravel().tolist(), _DATATYPES[array.dtype.name]
     size = sum(map(len, values)) if datatype == "BYTES" else array.nbytes
     if datatype == "BYTES":
-        values = texts(name, values)
+        values = inference.texts(name, values)
     else:
-        check_finite(name, values)
+        inference.check_finite(name, values)
     return Tensor(name, datatype, array.shape, values), size
 
 
@@ -99,7 +81,7 @@ def _parameters(request: Any) -> dict[str, Any]:
     if timeout_us := request.timeout():
         given["timeout"] = timeout_us
     # Triton's parameters cannot be lists, so these options are JSON in a string.
-    return given | {name: _parsed(name, given[name]) for name in LISTS if isinstance(given.get(name), str)}
+    return given | {name: _parsed(name, given[name]) for name in inference.LISTS if isinstance(given.get(name), str)}
 
 
 def _parsed(name: str, text: Any) -> Any:
@@ -123,7 +105,6 @@ class EngineThread:
     """Answers requests with an engine, on an event loop in its own thread."""
 
     def __init__(self, bundle: str | PathLike[str], config: ServingConfig, *, stream: bool, **options: Any) -> None:
-        """Start the engine; other arguments and errors are those of `Engine`."""
         self.engine, self._stream = Engine(bundle, config, **options), stream
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: dict[Reply, Sequence[Submitted]] = {}
@@ -137,7 +118,6 @@ class EngineThread:
             raise
 
     def answer(self, sources: Sequence[Source], options: Sequence[Mapping[str, Any]], reply: Reply) -> None:
-        """Pass a request to the engine, and return."""
         self._loop.call_soon_threadsafe(self._submit, sources, options, reply)
 
     def reject(self, reply: Reply, error: TfexportError) -> None:
@@ -170,9 +150,9 @@ class EngineThread:
     def _submit(self, sources: Sequence[Source], options: Sequence[Mapping[str, Any]], reply: Reply) -> None:
         try:
             if self._stream:
-                requests = [submit(self.engine, sources[0], options[0], stream=True)]
+                requests = [inference.submit(self.engine, sources[0], options[0], stream=True)]
             else:
-                requests = submit_all(self.engine, sources, options)
+                requests = inference.submit_all(self.engine, sources, options)
         except TfexportError as error:
             reply.fail(error)
             return
@@ -184,7 +164,11 @@ class EngineThread:
     async def _answer(self, requests: Sequence[Submitted], reply: Reply) -> None:
         error: TfexportError | None = None
         try:
-            outputs = await (self._streamed(requests[0], reply) if self._stream else self._whole(requests))
+            if self._stream:
+                outputs = await self._streamed(requests[0], reply)
+            else:
+                answers = [await request for request in requests]
+                outputs = inference.outputs_of(answers, self.engine.model.spec.tokens.pad)
         except TfexportError as raised:
             error = raised
         except Exception:
@@ -197,9 +181,6 @@ class EngineThread:
             reply.fail(error)
         else:
             reply.send(outputs, is_last=True)
-
-    async def _whole(self, requests: Sequence[Submitted]) -> dict[str, Tensor]:
-        return outputs_of([await request for request in requests], self.engine.model.spec.tokens.pad)
 
     async def _streamed(self, request: Submitted, reply: Reply) -> dict[str, Tensor]:
         # Sending takes as long as a step of a small model, so send items together.

@@ -14,18 +14,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from tfexport import errors
 from tfexport.bundle.bundle import open_bundle
-from tfexport.errors import (
-    BackendError,
-    BundleError,
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    Draining,
-    InputError,
-    QueueFull,
-    TfexportError,
-)
+from tfexport.errors import BackendError, BundleError, TfexportError
 from tfexport.integrations.triton._config import BUNDLE, Settings
 from tfexport.integrations.triton._requests import EngineThread, as_array, read_request
 from tfexport.serve.inference import Tensor, bounded
@@ -34,9 +25,9 @@ MAX_STREAM_BUFFER = 1_000_000
 logger = logging.getLogger(__name__)
 # Names of error codes, because Triton adds the class with the codes to its module only after this import.
 _CODES: dict[str, tuple[type[TfexportError], ...]] = {
-    "INVALID_ARG": (ConfigError, InputError),
-    "CANCELLED": (Cancelled,),
-    "UNAVAILABLE": (QueueFull, Draining, DeadlineExceeded),
+    "INVALID_ARG": (errors.ConfigError, errors.InputError),
+    "CANCELLED": (errors.Cancelled,),
+    "UNAVAILABLE": (errors.QueueFull, errors.Draining, errors.DeadlineExceeded),
 }
 
 

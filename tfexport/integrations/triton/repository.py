@@ -13,15 +13,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tfexport._io import atomic
 from tfexport._io.extras import extra_command
 from tfexport._io.names import checked_path
-from tfexport._io.sealed_directory import FileEntry, plain_problem, read_manifest, walk, write_errors
+from tfexport._io.sealed_directory import FileEntry, plain_problem, read_manifest, walk, written
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.bundle import Bundle, open_bundle
@@ -64,21 +62,8 @@ def write_repository(
 ) -> Path:
     """Write a model repository that appears in `output` complete or not at all.
 
-    Args:
-        bundles: paths by model name.
-        output: directory to create, including its parents; a symbolic link is followed.
-        serving: slots, queue and limits of each engine.
-        limits: limits of a request.
-        stream: add a streaming model for each bundle; it loads the weights a second time.
-        force: replace an empty directory, or an unchanged repository that tfexport wrote.
-        trusted_keys: files of public keys, one of which must have signed each bundle; None accepts every bundle.
-        report: called with a line about each step.
-        loading: options of `tfexport.load`: backend, variant, device, engine, threads.
-
-    Raises:
-        ConfigError: two models have the same name, or `output` is not a valid path.
-        BundleError: a bundle is damaged or generates no text, or `output` is taken or not writable. Existing files are
-            unchanged.
+    `stream` adds a streaming model for each bundle, which loads the weights a second time. `force` replaces an empty
+    directory, or an unchanged repository that tfexport wrote. `loading` has options of `tfexport.load`.
     """
     output = checked_path(output, "output")
     target = Path(os.path.realpath(output))
@@ -86,27 +71,17 @@ def write_repository(
     raise_all(ConfigError, "triton", [f"two models are called {name}; give the bundle another name" for name in taken])
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     opened = {name: _open(path, keys) for name, path in bundles.items()}
-    subject = f"repository {output}"
-    with ExitStack() as stack:
-        with write_errors(subject):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(atomic.locked(target))
-            atomic.recover(target)
-            _check_replaceable(target, output, force)
-            folder = stack.enter_context(atomic.temporary(target))
-        with write_errors(subject, folder):
-            for name, bundle in opened.items():
-                settings = Settings(bundle.sha256, serving, limits, loading)
-                for model in (name, f"{name}{STREAM_SUFFIX}") if stream else (name,):
-                    has_texts, is_stream = bundle.manifest.has_tokenizer, model != name
-                    config = describe(model, settings, has_texts=has_texts, stream=is_stream)
-                    _write_model(folder / model, config, bundle)
-                    report(f"{output / model}: bundle {bundle.path} with the sha256 {bundle.sha256[:12]}…")
-            files = {name: FileEntry.of(folder / name).sha256 for name, _ in walk(folder)}
-            sealed = seal({"format_version": FORMAT_VERSION, "tfexport": version("tfexport"), "files": files})
-            (folder / SEAL).write_bytes(sealed)
-        with write_errors(subject):
-            atomic.publish(folder, target, lambda former: _check_replaceable(former, output, force))
+    with written(target, f"repository {output}", lambda former: _check_replaceable(former, output, force)) as folder:
+        for name, bundle in opened.items():
+            settings = Settings(bundle.sha256, serving, limits, loading)
+            for model in (name, f"{name}{STREAM_SUFFIX}") if stream else (name,):
+                has_texts, is_stream = bundle.manifest.has_tokenizer, model != name
+                config = describe(model, settings, has_texts=has_texts, stream=is_stream)
+                _write_model(folder / model, config, bundle)
+                report(f"{output / model}: bundle {bundle.path} with the sha256 {bundle.sha256[:12]}…")
+        files = {name: FileEntry.of(folder / name).sha256 for name, _ in walk(folder)}
+        sealed = seal({"format_version": FORMAT_VERSION, "tfexport": version("tfexport"), "files": files})
+        (folder / SEAL).write_bytes(sealed)
     return target
 
 
@@ -133,8 +108,6 @@ def _write_model(folder: Path, config: str, bundle: Bundle) -> None:
 
 def _check_replaceable(folder: Path, output: Path, force: bool) -> None:
     # `folder` has the files that the user calls `output`.
-    if not os.path.lexists(folder):
-        return
     if not folder.is_dir():
         raise BundleError(f"output {output} is a file, expected a new directory; choose another name")
     if not any(folder.iterdir()):
