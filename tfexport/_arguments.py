@@ -24,7 +24,6 @@ def as_list(value: object) -> list[Any] | None:
 
 
 def listed(subject: str, name: str, value: object, kind: str) -> list[Any]:
-    """Convert an argument to a list of `kind`; raises InputError."""
     values = as_list(value)
     if values is None:
         raise InputError(f"{subject}: {name} is {shortened(value)}, expected a list of {kind}")
@@ -32,7 +31,6 @@ def listed(subject: str, name: str, value: object, kind: str) -> list[Any]:
 
 
 def listed_ids(subject: str, name: str, value: object) -> list[Any]:
-    """Convert an argument to a list of token id lists; raises InputError."""
     values = listed(subject, name, value, ID_LISTS)
     if values and all(map(is_whole, values)):
         raise InputError(f"{subject}: {name} is {shortened(values)}, expected a list of {ID_LISTS}; write [ids]")

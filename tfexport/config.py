@@ -141,11 +141,7 @@ class Config:
 
 
 def read_as(kind: Any, data: object, *, subject: str, place: str = "") -> Any:
-    """Convert decoded JSON, at the key `place` of a file, to a type.
-
-    Raises:
-        ConfigError: begins with `subject` and lists every unknown, missing, wrongly typed and contradictory value.
-    """
+    """Convert decoded JSON at the key `place`; raise one error for all problems."""
     problems: list[str] = []
     value = _read_value(data, kind, place, problems)
     raise_all(ConfigError, subject, problems or _bound_problems(place, value, kind))
@@ -160,9 +156,6 @@ def settings(cls: Any) -> list[Setting]:
         text = next((mark.text for mark in _marks(kind) if isinstance(mark, Help)), "")
         found.append(Setting(name=name, types=options_of(kind), bounds=bounds, default=default, help=text))
     return found
-
-
-# ---- reading
 
 
 def _read_object(cls: Any, data: object, place: str, problems: list[str]) -> Any:
@@ -189,7 +182,6 @@ def _read_object(cls: Any, data: object, place: str, problems: list[str]) -> Any
 
 
 def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> Any:
-    """Convert a JSON value to an annotated type; append every problem."""
     options = options_of(kind)
     for option in () if value is None and types.NoneType in options else options:
         origin, arguments = typing.get_origin(option), typing.get_args(option)
@@ -218,9 +210,6 @@ def _tupled(value: object) -> object:
 
 def _renamed(values: Mapping[str, Any], former: Mapping[str, str]) -> dict[str, Any]:
     return {former.get(name, name): value for name, value in values.items()}
-
-
-# ---- checking
 
 
 def _type_problems(place: str, value: Any, kind: Any) -> list[str]:
@@ -297,9 +286,6 @@ def _range(bounds: Iterable[Bound]) -> str:
         return f"{limits[Ge]} to {limits[Le]}"
     texts = {Ge: "{} or more", Gt: "above {}", Le: "up to {}" if len(limits) > 1 else "at most {}", Lt: "below {}"}
     return " and ".join(text.format(limits[kind]) for kind, text in texts.items() if kind in limits)
-
-
-# ---- annotated types
 
 
 def options_of(kind: Any) -> tuple[Any, ...]:

@@ -219,15 +219,9 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
 
 
 def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = False) -> GraphSpec:
-    """Return the contract of the decoder graph in one of its variants.
+    """Return the contract of a decoder variant, as in docs/reference/graphs.md.
 
-    The caches are the inputs `past_*` and the outputs `present_*`. In the concat variant, the outputs are longer by
-    target_len. The other variants write the new tokens into buffers of `capacity`, and one buffer serves as input and
-    output; rows may be at different positions.
-
-    The static variant writes at `cache_lengths`, the past_len of each row. The contrib variant takes the inputs of ONNX
-    Runtime's operator: the `positions` of the new tokens, the last position of each row, and past_len + target_len of
-    the longest row. It needs past_len 0 in every row, or target_len 1, or one row. With `speculation` (contrib only),
+    The contrib variant needs past_len 0 in every row, or target_len 1, or one row. With `speculation` (contrib only),
     `logits_to_keep` is the number of last positions whose logits are returned.
     """
     positions = {
@@ -260,10 +254,8 @@ def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = Fals
 
 
 def alignment_graph(spec: ModelSpec) -> GraphSpec:
-    """Return the contract of `alignment.onnx`: one row of weights per target token.
-
-    `target_ids` are the decoder inputs of whole targets: the start token first, without the last token.
-    """
+    """Return the contract of `alignment.onnx`: one row of weights per target token."""
+    # `target_ids` start with the start token and lack the last token.
     inputs = (*encoder_graph(spec).inputs, TensorSpec(TARGET_IDS, "int64", ("batch", "target_len")))
     return GraphSpec(inputs, (TensorSpec(ALIGNMENT, "float32", ("batch", "target_len", "source_len")),))
 

@@ -40,7 +40,8 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.tensorrt.compatibility import explain, incompatibilities, this_machine
 from tfexport.tensorrt.store import engine_names, open_engine
 
-_CERTIFICATE_TYPES = {"layout": str, "proven": bool, "switches": dict, "lines": dict, "unverified": list}
+_CERTIFICATE_TYPES: dict[str, type] = {"layout": str, "proven": bool, "unverified": list}
+_CERTIFICATE_TYPES |= dict.fromkeys(("switches", "lines", "tensors"), dict)
 _SIGNATURES = {
     None: "not signed",
     "unchecked": "signed, signature not checked: use --trusted-keys",
@@ -57,10 +58,8 @@ def inspect_path(
     """Describe a bundle, a model directory or an ONNX file, which needs onnx.
 
     If a writer was killed while replacing the directory, the previous one is restored. Without `trusted_keys` every
-    bundle is accepted. `for_here` reports whether engines can be used on this machine, which loads the GPU driver.
-
-    Returns:
-        JSON values; `kind` is "bundle", "model" or "graph" and determines the other keys.
+    bundle is accepted. `for_here` reports whether engines can be used on this machine, which loads the GPU driver. In
+    the result, `kind` is "bundle", "model" or "graph" and determines the other keys.
     """
     path = checked_path(path, "inspect")
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
@@ -75,10 +74,8 @@ def inspect_path(
         found = "is something else" if path.exists() else "does not exist"
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
-    raise InputError(
-        f"{path}: {found}, expected a bundle (a directory with {MANIFEST}), a model directory "
-        f"({CONFIG}, {MODEL_WEIGHTS}) or an .onnx file"
-    )
+    expected = f"a bundle (a directory with {MANIFEST}), a model directory ({CONFIG}, {MODEL_WEIGHTS}) or an .onnx file"
+    raise InputError(f"{path}: {found}, expected {expected}")
 
 
 def describe(found: Mapping[str, Any]) -> list[str]:
@@ -149,10 +146,8 @@ def _certificate(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     found = read_json(path, str(path))
-    is_whole = isinstance(found, dict) and all(
-        isinstance(found.get(name), kind) for name, kind in _CERTIFICATE_TYPES.items()
-    )
-    is_whole = is_whole and isinstance(found.get("tensors", {}), dict)
+    values: dict[str, Any] = {"tensors": {}, **found} if isinstance(found, dict) else {}
+    is_whole = all(isinstance(values.get(name), kind) for name, kind in _CERTIFICATE_TYPES.items())
     if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
         raise ConfigError(f"{path}: is not a valid import certificate; import the checkpoint again")
     if changes := changes_since_import(found, path.parent):
@@ -266,11 +261,8 @@ def _text_lines(text: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> list[
     kind = "tokenizers of source and target" if TARGET_TOKENIZER in tokenizers else "one tokenizer"
     count = len(text["samples"])
     proof = f"compared with {count} recorded text{'s' if count > 1 else ''}" if count else "not compared with texts"
-    around = [
-        (name, ", ".join(map(str, text[name])))
-        for name in ("source_prefix", "source_suffix", "target_prefix")
-        if text[name]
-    ]
+    prefixes = {name: text[name] for name in ("source_prefix", "source_suffix", "target_prefix")}
+    around = [(name, ", ".join(map(str, ids))) for name, ids in prefixes.items() if ids]
     kinds = [(name, one["model"] or "unknown", f"{one['size']} tokens") for name, one in tokenizers.items()]
     return [f"  {kind}, {proof}", *_table(kinds), *_table(around)]
 
@@ -321,9 +313,8 @@ def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
     counts = Counter[str]()
     for use in map(str, found.get("tensors", {}).values()):  # such as "ignored: decoder, 12 tensors"
         counts[use.partition(":")[0]] += int((re.findall(r", (\d{1,9}) tensors$", use) or [1])[0])
-    lines += ["  tensors of the checkpoint: " + ", ".join(f"{n} {use}" for use, n in counts.most_common())][
-        : len(counts)
-    ]
+    if counts:
+        lines.append("  tensors of the checkpoint: " + ", ".join(f"{n} {use}" for use, n in counts.most_common()))
     rows = [
         (name, *(f"{key} {json.dumps(entry.get(key))}" for key in ("value", "nearest", "error")))
         for name, entry in found["switches"].items()
@@ -369,9 +360,7 @@ def _file_table(files: Mapping[str, Any]) -> list[str]:
 def _table(rows: Iterable[Sequence[object]]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    ]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def _shape(shape: Iterable[object]) -> str:

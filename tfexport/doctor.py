@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -78,11 +79,8 @@ class Diagnosis:
 
     def lines(self) -> list[str]:
         """Format the findings for the terminal."""
-        installed = [
-            f"  {library.name:<20} {library.version}" if library.version
-            else f"  {library.name:<20} {'not installed':<16} {library.install}"
-            for library in self.libraries
-        ]  # fmt: skip
+        missing = f"{'not installed':<16}"
+        installed = [f"  {one.name:<20} {one.version or f'{missing} {one.install}'}" for one in self.libraries]
         backends = [f"  {b.name:<6} {b.device:<5} {b.library:<13} {b.status()}" for b in self.backends]
         gpus = [f"  {gpu['name']}, compute capability {gpu['compute_capability']}" for gpu in self.gpus]
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
@@ -100,7 +98,7 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Check the installed libraries and try every available backend."""
-    libraries = _libraries()
+    libraries = list(_libraries())
     problems = [*_version_problems(libraries), *_onnxruntime_problems()]
     gpus, no_gpu = find_gpus()
     backends: list[Backend] = []
@@ -136,8 +134,7 @@ def _problem(library: Requirement, backend: Backend) -> Problem:
     return Problem(f"{subject}: {backend.problem}", repair_command(library.module, library.name))
 
 
-def _libraries() -> list[Library]:
-    found = []
+def _libraries() -> Iterator[Library]:
     for requirement in importlib.metadata.requires("tfexport") or ():
         match = _REQUIREMENT.match(requirement)
         if match is None or match[3] == "dev":
@@ -146,19 +143,16 @@ def _libraries() -> list[Library]:
         version = None
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
-        found.append(Library(name, extra, minimum, version, replacing_command(extra)))
-    return found
+        yield Library(name, extra, minimum, version, replacing_command(extra))
 
 
-def _version_problems(libraries: list[Library]) -> list[Problem]:
-    problems = []
+def _version_problems(libraries: list[Library]) -> Iterator[Problem]:
     for library in libraries:
         if library.version is None and not library.extra:
-            problems.append(Problem(f"{library.name} is not installed, and nothing works without it", library.install))
+            yield Problem(f"{library.name} is not installed, and nothing works without it", library.install)
         elif library.version is not None and _numbers(library.version) < _numbers(library.minimum):
             what = f"{library.name} is {library.version}, expected {library.minimum} or newer"
-            problems.append(Problem(what, f"pip install --upgrade '{library.name}>={library.minimum}'"))
-    return problems
+            yield Problem(what, f"pip install --upgrade '{library.name}>={library.minimum}'")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

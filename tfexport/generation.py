@@ -1,7 +1,7 @@
 """Decoding options, and the default options of a model."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from tfexport.config import Config, Count, Ge, Gt, Help, Le, Lt, TokenId
@@ -114,61 +114,46 @@ class DecodeConfig(Config, subject="decoding"):
             if token >= vocab
         ]
 
-    def _problems(self) -> list[str]:
-        empty = [name for name in ("eos_token_id", "forced_eos_token_id") if getattr(self, name) == ()]
-        problems = [f"{name} is empty, expected an id or several; leave it out" for name in empty]
+    def _problems(self) -> Iterable[str]:
+        for name in ("eos_token_id", "forced_eos_token_id"):
+            if getattr(self, name) == ():
+                yield f"{name} is empty, expected an id or several; leave it out"
         if "" in self.strings:
-            problems.append("stop_strings has an empty text, which every text contains; remove it")
+            yield "stop_strings has an empty text, which every text contains; remove it"
         if () in self.bad_words_ids:
-            problems.append("bad_words_ids has an empty word, expected one id or more in each; remove it")
+            yield "bad_words_ids has an empty word, expected one id or more in each; remove it"
         decay = self.exponential_decay_length_penalty
         if decay is not None and (len(decay) != 2 or decay[0] % 1):
-            problems.append(
-                f"exponential_decay_length_penalty is {shortened(decay)}, expected whole tokens and a factor"
-            )
+            yield f"exponential_decay_length_penalty is {shortened(decay)}, expected whole tokens and a factor"
         wrong = [one for one in self.sequence_bias if () in one or [isinstance(x, tuple) for x in one] != [True, False]]
-        problems += [f"sequence_bias has {shortened(one)}, expected a list of ids and a number" for one in wrong]
-        return problems if wrong else [*problems, *self._contradictions()]
+        yield from (f"sequence_bias has {shortened(one)}, expected a list of ids and a number" for one in wrong)
+        if not wrong:
+            yield from self._contradictions()
 
-    def _contradictions(self) -> list[str]:
-        problems = [
-            f"{name} is {getattr(self, name)} but do_sample is false; set do_sample to true or leave {name} out"
-            for name in SAMPLING_OPTIONS
-            if not self.do_sample and getattr(self, name) != getattr(DecodeConfig, name)
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)!r} but num_beams is 1; set num_beams to 2 or more or leave {name} out"
-            for name in _BEAM_OPTIONS
-            if self.num_beams == 1 and getattr(self, name) != getattr(DecodeConfig, name)
-        ]
+    def _contradictions(self) -> Iterator[str]:
+        for name in () if self.do_sample else SAMPLING_OPTIONS:
+            if (value := getattr(self, name)) != getattr(DecodeConfig, name):
+                yield f"{name} is {value} but do_sample is false; set do_sample to true or leave {name} out"
+        for name in _BEAM_OPTIONS if self.num_beams == 1 else ():
+            if (value := getattr(self, name)) != getattr(DecodeConfig, name):
+                yield f"{name} is {value!r} but num_beams is 1; set num_beams to 2 or more or leave {name} out"
         if self.do_sample and self.num_beams > 1:
-            problems.append(f"do_sample with num_beams {self.num_beams}; set num_beams to 1 or do_sample to false")
+            yield f"do_sample with num_beams {self.num_beams}; set num_beams to 1 or do_sample to false"
         if self.do_sample and self.return_alternatives:
-            problems.append("return_alternatives with do_sample; set one of them to false")
+            yield "return_alternatives with do_sample; set one of them to false"
         if self.prefix_bias_beta and self.return_alternatives:
-            problems.append("return_alternatives with prefix_bias_beta; set one of them to false or 0")
+            yield "return_alternatives with prefix_bias_beta; set one of them to false or 0"
         if not (self.do_sample or self.return_alternatives) and self.num_return_sequences > self.num_beams > 0:
-            problems.append(
-                f"num_return_sequences is {self.num_return_sequences} but num_beams is {self.num_beams}; "
-                f"set num_beams to {self.num_return_sequences} or do_sample to true"
-            )
+            problem = f"num_return_sequences is {self.num_return_sequences} but num_beams is {self.num_beams}"
+            yield f"{problem}; set num_beams to {self.num_return_sequences} or do_sample to true"
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            problems.append(
-                f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}; "
-                "lower min_new_tokens or raise max_new_tokens"
-            )
-        problems += [
-            f"{name} {token} is in suppress_tokens; remove it there"
-            for name in ("forced_bos_token_id", "forced_eos_token_id")
-            for token in _several(getattr(self, name))
-            if token in self.suppress_tokens
-        ]
-        problems += [
-            f"{total} and {new} are both given; leave one of them out"
-            for total, new in LENGTHS.items()
-            if getattr(self, total) and getattr(self, new)
-        ]
-        return problems
+            problem = f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}"
+            yield f"{problem}; lower min_new_tokens or raise max_new_tokens"
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            repeated = [token for token in _several(getattr(self, name)) if token in self.suppress_tokens]
+            yield from (f"{name} {token} is in suppress_tokens; remove it there" for token in repeated)
+        both = [names for names in LENGTHS.items() if all(getattr(self, name) for name in names)]
+        yield from (f"{total} and {new} are both given; leave one of them out" for total, new in both)
 
 
 class GenerationDefaults(DecodeConfig, subject="generation"):

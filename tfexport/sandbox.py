@@ -21,10 +21,7 @@ def inspect_untrusted(
     """Describe an untrusted path like `inspect_path`, in a subprocess with limits.
 
     The subprocess has at most 2 GiB of memory and 300 s of CPU time and cannot write files. No graph is run. Without
-    `trusted_keys` every bundle is accepted.
-
-    Raises:
-        InputError: the subprocess exceeded a limit or failed.
+    `trusted_keys` every bundle is accepted. Raises `InputError` if the subprocess exceeds a limit or fails.
     """
     paths = [os.fspath(checked_path(each, "inspect")) for each in (path, *trusted_keys)]
     try:

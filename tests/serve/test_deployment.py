@@ -55,7 +55,7 @@ def served(arguments: list[str]) -> dict[str, Any]:
 def exposed() -> set[str]:
     metrics = Metrics()
     metrics.observer("m")
-    metrics.watch({"m": Engine("m")})
+    metrics.engines = {"m": Engine("m")}
     text = metrics.expose("")[0].decode()
     names = set(re.findall(r"^(\w+)[{ ]", text, re.MULTILINE))
     return names | set(re.findall(r"^# TYPE (\w+) gauge$", text, re.MULTILINE))
@@ -218,7 +218,7 @@ def metrics(dates_bundle: Path) -> Metrics:
 
     async def use() -> None:
         engine = Engine(dates_bundle, ServingConfig(slots=8), observer=metrics.observer("dates"), threads=1)
-        metrics.watch({"dates": engine, "other": Engine(dates_bundle)})
+        metrics.engines = {"dates": engine, "other": Engine(dates_bundle)}
         async with engine:
             await engine.generate("3 May 1999")
             await engine.generate("3 May 1999", do_sample=True, num_return_sequences=2)

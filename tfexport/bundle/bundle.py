@@ -77,10 +77,7 @@ class Builder:
         self.drops_signature = replaces_signed and key is None
 
     def finish(self, draft: Draft) -> None:
-        """Hash all files, then write and sign the manifest; call it again after a change.
-
-        Afterwards `open_bundle(path)` works, so the bundle can be verified before it is published.
-        """
+        """Hash all files, then write and sign the manifest; call it again after a change."""
         found = dict(sorted(walk(self.path, without=ENGINES)))
         problems = [problem for name, status in found.items() if (problem := plain_problem(name, status))]
         raise_all(BundleError, "bundle", problems)
@@ -96,9 +93,6 @@ class Builder:
         if self._key:
             (self.path / SIGNATURE).write_bytes(self._key.sign(raw))
         self.is_finished = True
-
-
-# ---- reading
 
 
 def open_bundle(
@@ -159,10 +153,8 @@ def _read_manifest(root: Path, path: Path) -> bytes:
     if not root.is_dir():
         raise BundleError(f"{path} is a file, expected the directory of a bundle")
     if not os.path.lexists(root / MANIFEST):
-        raise BundleError(
-            f"{path} is not a bundle: it has no {MANIFEST}; export a model directory with: "
-            f"tfexport onnx {path} --output BUNDLE"
-        )
+        remedy = f"export a model directory with: tfexport onnx {path} --output BUNDLE"
+        raise BundleError(f"{path} is not a bundle: it has no {MANIFEST}; {remedy}")
     try:
         return read_manifest(root, MANIFEST)
     except BundleError as error:
@@ -171,9 +163,6 @@ def _read_manifest(root: Path, path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> BundleError:
     return BundleError(f"cannot read bundle {path}: {cause(error)}; check its permissions")
-
-
-# ---- writing
 
 
 @contextmanager

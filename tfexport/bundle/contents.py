@@ -83,19 +83,15 @@ def own_files(root: Path, files: Collection[str]) -> set[str]:
 
 
 def unlisted_files(root: Path) -> list[str]:
-    """List everything in `engines/` that no engine lists or that is not a plain file.
-
-    Temporary files of writers are skipped, because they are never read.
-    """
+    """List everything in `engines/` that no engine lists or that is not a plain file."""
     for _ in range(_ATTEMPTS):
         try:
             return list(_unlisted_files(root))
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise BundleError(
-                f"bundle {root}: cannot read {ENGINES}: {error.strerror}; check its permissions"
-            ) from error
+            reason = f"cannot read {ENGINES}: {error.strerror}"
+            raise BundleError(f"bundle {root}: {reason}; check its permissions") from error
     raise BundleError(f"bundle {root}: {ENGINES} keeps changing; load the bundle when its engines are built")
 
 
@@ -112,14 +108,11 @@ def _unlisted_files(root: Path) -> Iterator[str]:
     own = own_files(root, ())  # after the walk, to include engines that were added during it
     for name, status in sorted(found.items()):
         if any(map(atomic.is_leftover, name.split("/"))) or not os.path.lexists(root / name):
-            continue
+            continue  # temporary files of writers are never read
         if problem := plain_problem(name, status):
             yield problem
         elif name not in own:
             yield f"{name!r} is not listed in any engine.json"
-
-
-# ---- for writers
 
 
 def recover_engines(root: Path) -> None:

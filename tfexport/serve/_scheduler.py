@@ -35,10 +35,7 @@ Fail: TypeAlias = Callable[[EngineFailed], None]
 
 
 class WaitingQueue:
-    """A bounded, thread-safe queue of generations, oldest first.
-
-    A priority counts as seconds of age, so no request waits forever.
-    """
+    """A bounded, thread-safe queue of generations; priorities count as seconds of age."""
 
     def __init__(self, max_jobs: int, max_tokens: int) -> None:
         # `max_tokens` does not apply to a single job.

@@ -117,10 +117,7 @@ class Served:
         self._observer.ended(outcome, "", time.monotonic() - generation.arrived, 0, None)
 
     async def stop(self, reason: ServingError, timeout_s: float | None) -> bool:
-        """Finish accepted requests and close; return whether all were answered.
-
-        Requests that are open after `timeout_s`, or after `hang_s` without progress, raise `reason`.
-        """
+        """Finish accepted requests and close; return whether all were answered in time."""
         if not await self._finish(reason, timeout_s):
             self._is_answered &= not self.calls.pending
             self.worker.abort(reason)
@@ -159,9 +156,8 @@ class Served:
         elif outcome is not None:
             self._answer(generation, outcome, generation.answers(outcome))
         elif generation.is_behind:
-            self.end(
-                generation, errors.Cancelled("the stream was read too slowly; read each item as soon as it is sent")
-            )
+            problem = "the stream was read too slowly; read each item as soon as it is sent"
+            self.end(generation, errors.Cancelled(problem))
 
     def _take_aligned(
         self, generation: AnyGeneration, hypotheses: list[Hypothesis], answers: asyncio.Task[list[Any]]

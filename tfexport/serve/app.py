@@ -26,7 +26,7 @@ def build_app(
     """
     config = config or HttpConfig()
     if metrics:
-        metrics.watch(engines)
+        metrics.engines = engines
     app = FastAPI(
         title="tfexport",
         version=version("tfexport"),

@@ -352,7 +352,7 @@ class Engine:
         answers: Callable[[Sequence[Hypothesis]], list[Any]],
         pieces: Pieces | None,
     ) -> AnyGeneration:
-        raise_all(InputError, "request", self._problems(decoding, stream, priority, timeout_s))
+        raise_all(InputError, "request", [*self._problems(decoding, stream, priority, timeout_s)])
         model = self.model
         text_of = model.tokenizer.decode if model.tokenizer else None
         (request,) = check_requests(model.session, [source], decoding, [prefix], text_of, num_fixed)
@@ -365,24 +365,20 @@ class Engine:
         self._current.begin(generation)
         return generation
 
-    def _problems(self, decoding: DecodeConfig, stream: object, priority: object, timeout_s: float | None) -> list[str]:
-        problems = []
+    def _problems(self, decoding: DecodeConfig, stream: object, priority: object, timeout_s: object) -> Iterator[str]:
         if not isinstance(stream, bool):
-            problems.append(f"stream is {shortened(stream)}, expected True or False")
+            yield f"stream is {shortened(stream)}, expected True or False"
         if decoding.num_beams > self.config.max_num_beams:
-            problems.append(f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it")
+            yield f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it"
         if (rows := num_rows(decoding)) > self.slots:
             problem = f"the request needs {rows} slots, the engine has {self.slots}"
-            problems.append(f"{problem}; lower num_beams or num_return_sequences")
-        if stream:
-            problems += [
-                f"{name} is {getattr(decoding, name)}, but a stream returns only one answer; set it to 1"
-                for name in ("num_beams", "num_return_sequences")
-                if getattr(decoding, name) > 1
-            ]
+            yield f"{problem}; lower num_beams or num_return_sequences"
+        for name in ("num_beams", "num_return_sequences") if stream else ():
+            if (number := getattr(decoding, name)) > 1:
+                yield f"{name} is {number}, but a stream returns only one answer; set it to 1"
         if not _is_between(-MAX_S, priority, MAX_S):
-            problems.append(f"priority is {shortened(priority)}, expected seconds from -{MAX_S} to {MAX_S}")
-        return problems + _time_problems(timeout_s)
+            yield f"priority is {shortened(priority)}, expected seconds from -{MAX_S} to {MAX_S}"
+        yield from _time_problems(timeout_s)
 
     def _limit_s(self, timeout_s: float | None) -> float:
         return min(timeout_s or math.inf, self.config.timeout_s or math.inf)

@@ -25,8 +25,6 @@ _TIMES = {
     "request": "Time from arrival to the answer of successful requests.",
     "align": "Time from arrival to the answer of alignments.",
 }
-
-
 _GAUGES = {
     "tfexport_requests_running": ("Requests that are being decoded.", "num_running"),
     "tfexport_requests_waiting": ("Requests that have not joined a batch.", "num_waiting"),
@@ -54,7 +52,7 @@ class Metrics(Collector):
             "target": Counter("tfexport_target_tokens", "Generated tokens.", ("model",), registry=registry),
         }
         self._observers: dict[str, _Counts] = {}
-        self._engines: Mapping[str, Engine] = {}
+        self.engines: Mapping[str, Engine] = {}  # whose gauges are read at each scrape
         registry.register(self)
 
     def observer(self, model: str) -> _Counts:
@@ -63,13 +61,9 @@ class Metrics(Collector):
             self._observers[model] = _Counts(self, model)
         return self._observers[model]
 
-    def watch(self, engines: Mapping[str, Engine]) -> None:
-        """Export the gauges of engines; they are read at each scrape."""
-        self._engines = engines
-
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges of the engines that have started, for the registry."""
-        started = {model: engine for model, engine in self._engines.items() if engine.state != "starting"}
+        started = {model: engine for model, engine in self.engines.items() if engine.state != "starting"}
         for name, (help_text, attribute) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, help_text, labels=("model",))
             for model, engine in started.items():

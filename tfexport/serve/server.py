@@ -54,10 +54,7 @@ class Server:
         access_log: bool = False,
         **options: Any,
     ) -> None:
-        """Configure the server; `run` loads the bundles.
-
-        `report` receives status lines for the user. The other options are those of `tfexport.load`.
-        """
+        """Configure the server; `run` loads the bundles with these `options`."""
         metrics = Metrics()
         self._engines = {
             name: Engine(path, serving, observer=metrics.observer(name), **options) for name, path in bundles.items()
