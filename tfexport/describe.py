@@ -40,8 +40,8 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.tensorrt.compatibility import explain, incompatibilities, this_machine
 from tfexport.tensorrt.store import engine_names, open_engine
 
-_CERTIFICATE_TYPES: dict[str, type] = {"layout": str, "proven": bool, "unverified": list}
-_CERTIFICATE_TYPES |= dict.fromkeys(("switches", "lines", "tensors"), dict)
+_CERTIFICATE_DICTS = ("switches", "lines", "tensors")
+_CERTIFICATE_TYPES = {"layout": str, "proven": bool, "unverified": list, **dict.fromkeys(_CERTIFICATE_DICTS, dict)}
 _SIGNATURES = {
     None: "not signed",
     "unchecked": "signed, signature not checked: use --trusted-keys",
