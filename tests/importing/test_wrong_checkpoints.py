@@ -38,6 +38,7 @@ from models.from_scratch.notebook_004 import Notebook004, attend
 from models.from_scratch.of_today import OfToday
 from models.from_scratch.pieces import HEADS, SOURCE, TARGET
 from tests.command import run
+from tfexport.bundle.status import REFERENCE
 from tfexport.describe import inspect_path
 from tfexport.errors import CheckpointError
 from tfexport.export._source import open_source
@@ -296,3 +297,14 @@ def test_weights_that_an_older_file_does_not_name_are_listed(own: Path, tmp_path
     write_reference(older, folder / "reference")
     torch.save(Notebook004().state_dict(), folder / "model.pt")
     assert "unverified: weights: not compared" in import_(folder).stdout
+
+
+def test_a_bundle_states_the_lengths_that_were_compared(tmp_path: Path) -> None:
+    """If they are shorter than the model accepts, for example because a window would show."""
+    folder = record(notebook(), tmp_path / "own", max_source_len=12, max_target_len=10)
+    assert import_(folder).exit_code == 0
+    author = open_source(str(folder / "model"), ExportConfig(), print).model.author
+    assert author is not None
+    assert author.endswith(" up to 12 source and 10 target tokens")
+    whole = open_source(str(folder / "model"), ExportConfig(max_source_length=12, max_target_length=10), print)
+    assert whole.model.author == REFERENCE

@@ -83,14 +83,14 @@ def _from_directory(directory: Path, config: ExportConfig, report: Report) -> So
         defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
         raise_all(ConfigError, str(path), defaults.token_problems(found.spec.vocab))
         files[GENERATION] = render(defaults.given())
-    checkpoint, provenance = _imported(directory, report)
+    checkpoint, provenance = _imported(directory, found.spec, report)
     model = dataclasses.replace(found.model, author=provenance.author if provenance.proven else None)
     return dataclasses.replace(
         found, model=model, tokenizer=tokenizer, files=files, checkpoint=checkpoint, provenance=provenance
     )
 
 
-def _imported(directory: Path, report: Report) -> tuple[dict[str, FileEntry], Provenance]:
+def _imported(directory: Path, spec: ModelSpec, report: Report) -> tuple[dict[str, FileEntry], Provenance]:
     path, layout = directory / CERTIFICATE, directory / LAYOUT
     found = read_json(path, str(path)) if os.path.lexists(path) else None
     if not isinstance(found, dict):
@@ -105,12 +105,22 @@ def _imported(directory: Path, report: Report) -> tuple[dict[str, FileEntry], Pr
     facts = {
         "layout": found["layout"],
         "proven": False if changes else found["proven"],
-        "author": found.get("author", REFERENCE),
+        "author": found.get("author", REFERENCE) + _compared(found, spec),
         "origin": found.get("origin", {}),
         "certificate_sha256": _sha256(path),
         "layout_sha256": _sha256(layout) if layout.is_file() else None,
     }
     return files, Provenance.from_dict(facts, subject=str(path))
+
+
+def _compared(certificate: Mapping[str, Any], spec: ModelSpec) -> str:
+    """Return the lengths that an import compared, if the model accepts longer texts."""
+    source, target = (certificate.get(f"{side}_tokens") for side in ("source", "target"))
+    if not isinstance(source, int) or not isinstance(target, int) or not source:  # of an earlier version
+        return ""
+    if source >= spec.max_source_length and target >= spec.max_target_length:
+        return ""
+    return f" up to {source} source and {target} target tokens" if spec.has_decoder else f" up to {source} tokens"
 
 
 def _sha256(path: Path) -> str:
