@@ -125,7 +125,7 @@ class InferenceSession:
 
 
 def test_a_hung_probe_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(probes, "_CALL", "import time; time.sleep(60)")
     monkeypatch.setattr(registry, "backends", lambda: (registry.get("ort"),))
     monkeypatch.setattr(doctor, "find_gpus", lambda: ([], "none"))
     monkeypatch.setattr(probes, "TIMEOUT_S", 0.5)

@@ -14,11 +14,10 @@ from torch.nn import functional as F
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import HIDDEN_STATES, WEIGHTS, AlignmentHeads, ModelSpec
 from tfexport.errors import BackendError, BundleError
-from tfexport.nn.cache import KeyValue, RowCache
+from tfexport.nn.cache import Cross, KeyValue, RowCache, Source
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_weights
 from tfexport.nn.eager import EagerModel, align
-from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring
@@ -91,7 +90,7 @@ class EagerBatch(CheckedScoring):
     @torch.inference_mode()
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         new, mask = len(source_ids), self._tensor(source_mask)
-        cross = self._session.open_model().encode(self._tensor(source_ids), PaddedSource(mask))
+        cross = self._session.open_model().encode(self._tensor(source_ids), Source(mask))
         first, length = self.lengths.size, max(source_mask.shape[1], self._source_mask.shape[1])
         if not self._cross:
             self._cross, self._source_mask = cross, mask
@@ -149,7 +148,7 @@ class EagerBatch(CheckedScoring):
         if needed > capacity:
             self._grow_past(len(self.lengths), max(2 * capacity, needed))
         cache = RowCache(_map(lambda part: part[rows], self._past), ids, self._tensor(lengths))
-        cross = CrossCache(_map(lambda part: part[sources], self._cross), self._source_mask[sources])
+        cross = Cross(_map(lambda part: part[sources], self._cross), self._source_mask[sources])
         logits: Tensor = self._session.open_model().decode_step(ids, cross, cache).float()
         self.lengths[rows] += target_ids.shape[1]
         return logits
@@ -196,10 +195,7 @@ def _grown(part: Tensor, rows: int, length: int) -> Tensor:
 
 @torch.inference_mode()
 def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_ids: Ids | None = None) -> Floats:
-    """Return the logits of all positions, without a cache, from a model on the CPU.
-
-    An encoder-only model returns hidden states, [batch, source_len, d_model].
-    """
+    """Return the logits or hidden states of all positions, from a model on the CPU."""
     inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids) if array is not None)
     outputs: Floats = model(*inputs).float().numpy()
     return outputs
@@ -227,7 +223,7 @@ def load_eager_model(bundle: Bundle) -> Transformer:
     return load_weights(bundle.file(WEIGHTS), bundle.manifest.config)
 
 
-def probe(library: str, model: bytes) -> dict[str, str]:
+def probe(library: str, model: str) -> dict[str, str]:
     """Multiply two matrices on the CPU; return the problem by device, or ""."""
     product = torch.ones(2, 3) @ torch.ones(3, 2)
     return {"cpu": "" if (product == 3).all() else f"{library} computes wrongly: {product.tolist()}"}

@@ -9,27 +9,10 @@ from typing import Any
 
 from tfexport.runtime.registry import Backend, Requirement
 
-_PROBE = """
+_CALL = """
 import importlib, json, sys
-print(json.dumps(importlib.import_module(sys.argv[1]).probe(sys.argv[2], bytes.fromhex(sys.argv[3]))))
-"""
-_GPUS = """
-import dataclasses, json
-from tfexport.tensorrt.cuda import find_gpus, need_gpu
-from tfexport.errors import BackendError
-
-try:
-    need_gpu()
-    problem = ""
-except BackendError as error:
-    problem = str(error)
-print(json.dumps(([dataclasses.asdict(gpu) for gpu in find_gpus()], problem)))
-"""
-_INT8 = """
-import json
-from tfexport.runtime.ort.int8_products import describe_int8_products
-
-print(json.dumps(describe_int8_products()))
+module, function, *arguments = sys.argv[1:]
+print(json.dumps(getattr(importlib.import_module(module), function)(*arguments)))
 """
 # y = x + x on float32 [2], ONNX IR 8, opset 18. As bytes, because the probe must not need the onnx package.
 ADD_MODEL = bytes.fromhex(
@@ -40,7 +23,7 @@ TIMEOUT_S = 120
 
 def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
     """Test a library as a backend; return the problem by device, or ""."""
-    found = _run((_PROBE, backend.probe_module, library.name, ADD_MODEL.hex()))
+    found = _call(backend.probe_module, "probe", library.name, ADD_MODEL.hex())
     if isinstance(found, str):
         return {library.device: found}
     return {device: " ".join(problem.split()) for device, problem in found.items()}
@@ -48,19 +31,23 @@ def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
 
 def find_gpus() -> tuple[list[dict[str, Any]], str]:
     """Return the fields of each GPU, and the reason if none can be used."""
-    found = _run((_GPUS,))
+    found = _call("tfexport.tensorrt.cuda", "describe_gpus")
     return ([], found) if isinstance(found, str) else (found[0], found[1])
 
 
 def describe_int8() -> str:
     """Describe how ONNX Runtime multiplies 8-bit integers on this CPU."""
-    return str(_run((_INT8,)))
+    return str(_call("tfexport.runtime.ort.int8_products", "describe_int8_products"))
 
 
-def _run(command: tuple[str, ...]) -> Any:
+def _call(*command: str) -> Any:
     try:
         done = subprocess.run(  # noqa: S603 - our own constant, our own interpreter
-            [sys.executable, "-P", "-c", *command], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            [sys.executable, "-P", "-c", _CALL, *command],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {TIMEOUT_S} s"

@@ -71,11 +71,9 @@ class BackendModule(Protocol):
 
     def open_bundle(self, bundle: Bundle, options: LoadOptions) -> Session:
         """Open a bundle that is already checked."""
-        ...
 
     def parity_sessions(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
         """Open every session to compare with the eager model, by stage."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Backend:
     name: str
     title: str  # name of the library in messages
     module: str  # implements `BackendModule`
-    probe_module: str  # has `probe(library, model) -> {device: "" or the problem}`, which the doctor runs
+    probe_module: str  # has `probe(library, model in hex) -> {device: "" or the problem}` for the doctor
     requirements: tuple[Requirement, ...]  # one of them must be installed
     runs: Literal["graphs", "engines", "model"]  # graphs of a bundle, engines built into it, or the reference itself
     devices: tuple[Device, ...] = ("cpu",)

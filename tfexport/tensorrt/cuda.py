@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tfexport._io.extras import install_command, older_cuda_command
 from tfexport.errors import BackendError
 
 Array = NDArray[Any]
+_UNUSABLE = "cuda: no GPU can be used here"
 _CAPABILITY = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
 
 
@@ -40,8 +41,14 @@ def need_gpu() -> Gpu:
     """Return the first GPU; raise `BackendError` with the reason if there is none."""
     gpus, reason = _probe()
     if not gpus:
-        raise BackendError(f"cuda: no GPU can be used here: {reason}")
+        raise BackendError(f"{_UNUSABLE}: {reason}")
     return gpus[0]
+
+
+def describe_gpus() -> tuple[list[dict[str, Any]], str]:
+    """Return the fields of each GPU, and the reason if none can be used."""
+    gpus, reason = _probe()
+    return [asdict(gpu) for gpu in gpus], "" if gpus else f"{_UNUSABLE}: {reason}"
 
 
 def _probe() -> tuple[list[Gpu], str]:

@@ -53,15 +53,7 @@ class OrtSession(CheckedAligner):
         *,
         host_caches: bool | None = None,
     ) -> None:
-        """Load the graphs.
-
-        Args:
-            graphs: graphs to run.
-            variant: decoder variant; None for an encoder-only bundle.
-            threads: CPU threads of a call; None if ONNX Runtime chooses them.
-            device: of the graphs and caches.
-            host_caches: whether NumPy moves the caches; None for yes on the CPU. False tests the code for a GPU there.
-        """
+        """Load the graphs; `host_caches` False tests the code for a GPU on the CPU."""
         self.spec, self.variant, spec, paths = graphs.spec, variant, graphs.spec, graphs.paths
         self.threads = Threads(threads, threads) if isinstance(threads, int) else threads
         provider = PROVIDERS[device]
@@ -199,7 +191,7 @@ def _variants(graphs: Container[str], device: Device, subject: object) -> list[V
     return variants
 
 
-def probe(library: str, model: bytes) -> dict[str, str]:
+def probe(library: str, model: str) -> dict[str, str]:
     """Run y = x + x on each device; return the problem by device, or ""."""
     if not hasattr(ort, "InferenceSession"):
         sys.exit("onnxruntime can be imported, but its native library is missing; install it again")
@@ -208,10 +200,10 @@ def probe(library: str, model: bytes) -> dict[str, str]:
     return {device: _probe(provider, model) for device, provider in PROVIDERS.items() if provider.ort_name in offered}
 
 
-def _probe(provider: Provider, model: bytes) -> str:
+def _probe(provider: Provider, model: str) -> str:
     try:
         provider.prepare()
-        session = ort.InferenceSession(model, providers=[provider.ort_name])
+        session = ort.InferenceSession(bytes.fromhex(model), providers=[provider.ort_name])
         (result,) = session.run(None, {"x": np.array([1, 2], np.float32)})
     except Exception as error:  # noqa: BLE001 - the doctor reports any failure
         return str(error)

@@ -24,11 +24,7 @@ _FP8 = (8, 9)
 
 
 def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> EngineConfig:
-    """Check all builder options and choose the compute capabilities, sorted.
-
-    There are none if the library always builds for the local GPU. A capability that the library does not name is that
-    of the local GPU. An `EngineError` lists every option that the library rejects, ignores or cannot satisfy.
-    """
+    """Check the builder options and choose the compute capabilities, sorted."""
     capabilities, problems = _compute_capabilities(library, config.compute_capabilities, gpu)
     problems += _unsupported(library, config)
     problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
@@ -50,10 +46,7 @@ def build_engine(
     options: EngineConfig,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> bytes:
-    """Build a plan with the results of `make_profiles` and `resolve_options`.
-
-    `on_progress` is called with the finished fraction, 0 to 1; an exception cancels the build.
-    """
+    """Build a plan; `on_progress` gets the finished fraction, and may raise to cancel."""
     config = network.builder.create_builder_config()
     if config is None:
         raise EngineError(f"{network.subject}: cannot create a configuration: {network.log.reason()}")
@@ -72,13 +65,13 @@ def build_engine(
     return bytes(memory)
 
 
-def probe(library: str, model: bytes) -> dict[str, str]:
+def probe(library: str, model: str) -> dict[str, str]:
     """Build and load a small engine; return {"gpu": problem}, "" if this GPU works."""
     try:
         loaded = load_library(cast(Target, library))
         log = loaded.listen()
         runtime = loaded.runtime(log)
-        network = parse_graph(loaded, Graph("probe", model, Path("probe.onnx")))
+        network = parse_graph(loaded, Graph("probe", bytes.fromhex(model), Path("probe.onnx")))
         plan = build_engine(network, (), resolve_options(loaded, EngineConfig(), need_gpu()))
         if runtime.deserialize_cuda_engine(plan) is None:
             return {"gpu": f"{loaded} refuses an engine on this GPU: {log.reason()}"}
@@ -139,18 +132,14 @@ def save_timing_cache(config: Any, path: Path) -> None:
 
 
 class Monitor:
-    """Calls `on_progress` with the finished fraction of a build, 0 to 1, ascending.
-
-    An exception of `on_progress`, including Ctrl-C, cancels the build. It is stored in `error`, because it must not
-    pass through the library, which calls the other methods.
-    """
+    """Calls `on_progress` with the finished fraction of a build, 0 to 1, ascending."""
 
     def __init__(self, on_progress: Callable[[float], None]) -> None:
         super().__init__()
         self._on_progress = on_progress
         self._done = 0.0
         self._open: dict[str, tuple[int, int]] = {}  # steps reached and steps of each phase, the outermost first
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # of `on_progress`; it must not pass through the library
 
     def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
         """Start a phase."""
