@@ -22,8 +22,7 @@ Probabilities = NDArray[np.float64]
 class Sampler:
     """Draw tokens with temperature, top_k and the filters of sampling.
 
-    Each row has its own generator, seeded with (seed, place of the text, sample), and takes one number per token, so
-    a draw does not depend on other rows.
+    Each row has its own generator and takes one number per token, so a draw does not depend on other rows.
     """
 
     def __init__(self, config: DecodeConfig, vocab: int) -> None:
@@ -51,9 +50,7 @@ class Sampler:
 def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:
     """Return the probabilities that samples are drawn with, [rows, num_candidates].
 
-    `log_probs` are those of the top_k best candidates, up to a constant, best first. Temperature, top_k and the filters
-    apply in the order of Hugging Face `generate`. If candidates are equal at the k-th place, the session chooses: on
-    the CPU those with the lowest ids.
+    `log_probs` are those of the top_k best candidates, best first. The options apply as in Hugging Face `generate`.
     """
     scaled = log_probs.astype(np.float64) / config.temperature
     weights = np.exp(scaled - scaled[:, :1])

@@ -57,10 +57,9 @@ class Processor:
         return wanted
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        """Change the scores of candidates and sort them again.
+        """Change the scores of candidates, [rows, num_candidates], and sort them again.
 
-        `rows` has the history that was passed to `num_candidates`. Ids and scores, which are logits or
-        log-probabilities, are [rows, num_candidates], best first, equal scores in order of id. Banned tokens get -inf.
+        Scores are logits or log-probabilities, best first, equal ones in order of id. Banned tokens get -inf.
         """
         return token_ids, scores
 
@@ -185,54 +184,41 @@ class _RepetitionPenalty(Processor):
         return _sorted(token_ids, np.where(self._contains(rows.history.tokens, token_ids), penalized, scores))
 
 
-class _BannedCompletions(Processor):
-    """Bans the tokens that would complete a sequence."""
+class _NoRepeatNgram(Processor):
+    """Bans the last tokens of the n-grams that the history has begun."""
 
-    def __init__(self, vocab: int) -> None:
-        self._vocab, self._contains = vocab, _Membership(vocab)
-        self._found: Ids | None = None  # of the history of the last `num_candidates`
-
-    def completions(self, history: History) -> list[Ids]:
-        """Return the banned tokens, each array int64 [rows, n], padded with `vocab`."""
-        raise NotImplementedError
+    def __init__(self, size: int, vocab: int) -> None:
+        self._size, self._vocab, self._contains = size, vocab, _Membership(vocab)
+        self._found: Ids | None = None  # after the last `num_candidates`, [rows, n], padded with `vocab`
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        found = self.completions(history)
-        self._found = np.concatenate(found, 1) if found else None
-        return wanted if self._found is None else wanted + int((self._found < self._vocab).sum(1).max())
+        (tokens, lengths), size, self._found = self._read(history), self._size, None
+        num_ngrams = tokens.shape[1] - size + 1
+        if num_ngrams < 1:
+            return wanted
+        begun = _newest(history, size - 1)
+        matches: Mask = (np.arange(num_ngrams) <= lengths[:, None] - size) & (history.lengths >= size - 1)[:, None]
+        for place in range(size - 1):
+            matches &= tokens[:, place : place + num_ngrams] == begun[:, place, None]
+        if not matches.any():
+            return wanted
+        self._found = np.where(matches, tokens[:, size - 1 :], self._vocab)
+        return wanted + int((self._found < self._vocab).sum(1).max())
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         if self._found is None:
             return token_ids, scores
         return _ban(self._contains(self._found, token_ids), token_ids, scores)
 
-
-class _NoRepeatNgram(_BannedCompletions):
-    def __init__(self, size: int, vocab: int) -> None:
-        super().__init__(vocab)
-        self._size = size
-
-    def completions(self, history: History) -> list[Ids]:
-        return _next_of_ngrams(history.tokens, history.lengths, history, self._size, self._vocab)
+    def _read(self, history: History) -> tuple[Ids, Ids]:
+        return history.tokens, history.lengths
 
 
 class _EncoderNoRepeatNgram(_NoRepeatNgram):
-    def completions(self, history: History) -> list[Ids]:
+    def _read(self, history: History) -> tuple[Ids, Ids]:
         tokens, is_token = pad_right([request.source_ids for request in self.requests], self._vocab)
         # If the source has a larger vocabulary, its other ids ban nothing.
-        return _next_of_ngrams(tokens.clip(max=self._vocab), is_token.sum(1), history, self._size, self._vocab)
-
-
-def _next_of_ngrams(tokens: Ids, lengths: Ids, history: History, size: int, vocab: int) -> list[Ids]:
-    """Return the last tokens of the n-grams in `tokens` that the history has begun."""
-    num_ngrams = tokens.shape[1] - size + 1
-    if num_ngrams < 1:
-        return []
-    begun = _newest(history, size - 1)
-    matches: Mask = (np.arange(num_ngrams) <= lengths[:, None] - size) & (history.lengths >= size - 1)[:, None]
-    for place in range(size - 1):
-        matches &= tokens[:, place : place + num_ngrams] == begun[:, place, None]
-    return [np.where(matches, tokens[:, size - 1 :], vocab)] if matches.any() else []
+        return tokens.clip(max=self._vocab), is_token.sum(1)
 
 
 def _newest(history: History, count: int) -> Ids:
@@ -307,8 +293,7 @@ class _SuppressFirst(_Suppress):
 class _PrefixBias(Processor):
     """Bias towards the prefix, as `prefix_bias_beta` of CTranslate2.
 
-    While a row equals its prefix so far, the next token t of the prefix has the probability (1 - beta) · p(t) + beta,
-    every other token (1 - beta) · p. After that the row is decoded freely.
+    While a row equals its prefix, p becomes (1 - beta) · p, and beta is added for the next token of the prefix.
     """
 
     takes_logits = False

@@ -66,8 +66,7 @@ class Search(ABC):
     def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
         """Extend the rows, given at least `num_candidates` candidates of each.
 
-        Return the row that each row continues, int64 [rows], or None if every row continues itself; and the outcomes of
-        the finished sources by place, which the caller has to remove.
+        Return the row that each row continues, or None if it is itself, and the outcomes by place, to be removed.
         """
 
     def steps_ahead(self) -> int:
@@ -75,10 +74,7 @@ class Search(ABC):
         return 1
 
     def follow(self, found: Candidates) -> None:
-        """Take steps in which each row continued with its best token and no text ended.
-
-        `found` has an additional first axis: [steps, rows, …].
-        """
+        """Take steps [steps, rows, …] of best tokens, in which no text ended."""
         raise NotImplementedError
 
 

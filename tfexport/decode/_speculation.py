@@ -15,7 +15,7 @@ from tfexport.decode.request import Request
 
 # Sizes of the n-grams that are looked up in source and text, and, if neither has them, in the source only.
 SIZES = (3, 2)
-IN_SOURCE, GOES_ON = 1, 0
+IN_SOURCE, GOES_ON = 1, 0  # GOES_ON: a copy continues after a token that differs from it
 # Tokens in a row that may differ from a copy before it ends.
 MAX_CHANGED = 2
 # Separates the source and the text; not a token.
@@ -68,10 +68,7 @@ class PromptLookup:
                     self._next = None
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Yield places that may continue the text, the most likely first.
-
-        Each comes after the number of equal tokens before it, or `GOES_ON` if a copy continues after another token.
-        """
+        """Yield places that may continue the text, after their match size or `GOES_ON`."""
         for size in SIZES:
             if found := self._followers.get(tuple(self._tokens[-size:])):
                 yield size, self._nearest(found)
@@ -82,17 +79,14 @@ class PromptLookup:
             yield IN_SOURCE, self._nearest(found)
 
     def copy(self, place: int, count: int) -> list[int]:
-        """Return up to `count` tokens from a place on, at least one, and note the place.
-
-        A copy that reaches the end of the text continues with the draft itself, because a text may repeat itself.
-        """
+        """Return up to `count` tokens from a place on, at least one, and note the place."""
         self._next, self._changed = place, 0
         if place < self._source_len:
             self._copied = place
             return self._tokens[place : min(place + count, self._source_len)]
         drafted = self._tokens[place : place + count]
         period = len(self._tokens) - place
-        while len(drafted) < count:
+        while len(drafted) < count:  # a text may repeat itself
             drafted.append(drafted[-period])
         return drafted
 

@@ -61,10 +61,7 @@ def align(
     on_progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
 ) -> list[Alignment]:
-    """Align every target with its source; results do not depend on `batch_size`.
-
-    The arguments are those of `Model.align_ids`, and `start`, the decoder's start token; None for the model's own.
-    """
+    """Align every target with its source, with the arguments of `Model.align_ids`."""
     check_call("align", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     pairs = check_pairs(session, sources, targets, prefixes, start, add_eos=False, subject="align")
     reader = need_alignment(session)
@@ -107,11 +104,9 @@ def unknown_sources(
     batch_size: int = 32,
     cancel: threading.Event | None = None,
 ) -> list[dict[int, int]]:
-    """Find the source token with the largest weight for each unknown target token.
+    """Map the place of each unknown target token to that of its source token.
 
-    `pairs` are sources and their generated targets; targets without the token `unknown` are not read. `may_copy` states
-    which source tokens may be copied; special tokens may not. The other arguments are those of `align`. Return for each
-    pair a mapping from the place of each unknown token to the place of its source token.
+    `pairs` are sources and their generated targets; `may_copy` states which source tokens may be copied.
     """
     found: list[dict[int, int]] = [{} for _ in pairs]
     some = [number for number, (_, target) in enumerate(pairs) if unknown in target and any(may_copy[number])]

@@ -82,8 +82,7 @@ def alternatives(
 ) -> list[Request]:
     """Replace each request by one request per alternative next token.
 
-    The requests have the same options, and the num_return_sequences best tokens are taken. Each new prompt ends with
-    its token, which counts as generated with its log-probability; `sample` is its rank.
+    Each new prompt ends with its token, which counts as generated; `sample` is its rank.
     """
     most = session.limits.rows.most
     size = batch_size if most is None else min(batch_size, most)
@@ -143,11 +142,7 @@ def stream(
     defaults: Collection[str] = (),
     cancel: threading.Event | None = None,
 ) -> Iterator[int]:
-    """Check the arguments and return an iterator over the tokens of one source.
-
-    The arguments are those of `decode`; `defaults` are the options that come from the model, for errors. The tokens
-    equal the `token_ids` of the hypothesis of `decode`.
-    """
+    """Return an iterator over the `token_ids` that `decode` returns for one source."""
     check_call("stream", cancel=cancel)
     own = " (the model's default)"
     problems = [

@@ -79,11 +79,7 @@ def check_requests(
     text_of: TextOf | None = None,
     num_fixed: int = 0,
 ) -> list[Request]:
-    """Check the arguments of `decode` and return one request per source.
-
-    Raises:
-        InputError: lists the problems of the options and of each text; `indices` are the places of the texts.
-    """
+    """Check the arguments of `decode`, all at once, and return one request per source."""
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError("decode: this model has no decoder and cannot generate; use embed or classify")
@@ -134,11 +130,7 @@ def check_pairs(
     add_eos: bool,
     subject: str,
 ) -> list[Pair]:
-    """Check the arguments of `score` or `align` and return their pairs.
-
-    Raises:
-        InputError: lists the problems of each pair; `indices` are the places of the pairs.
-    """
+    """Check the arguments of `score` or `align`, all at once, and return their pairs."""
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError(f"{subject}: this model has no decoder and cannot read targets; use embed or classify")

@@ -44,10 +44,7 @@ def score(
     on_progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
 ) -> list[Score]:
-    """Score every target for its source; results do not depend on `batch_size`.
-
-    The arguments are those of `Model.score_ids`, and `start`, the decoder's start token; None for the model's own.
-    """
+    """Score every target for its source, with the arguments of `Model.score_ids`."""
     check_call("score", batch_size=batch_size, on_progress=on_progress, cancel=cancel, add_eos=add_eos)
     pairs = check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject="score")
     limits, vocab, batch = session.limits, session.spec.vocab, session.batch()

@@ -18,11 +18,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: TextOf) -> int | None:
-    """Find the stop string that the last of `token_ids` has completed.
-
-    Returns:
-        End of the stop string in the decoded text, the earliest if there are several; None if there is no stop string.
-    """
+    """Return the end, in the text, of the stop string that the last token completed."""
     after = text_of(token_ids)
     if not any(string in after for string in strings):  # almost always, so skip decoding the text before
         return None
@@ -70,16 +66,12 @@ class Stops:
 
 
 class Pieces:
-    """Decode a text whose tokens arrive one by one.
-
-    The first `prefix_len` tokens are a prefix and cannot complete one of the stop `strings`. `text` is the text so far,
-    including the part that has not been returned.
-    """
+    """Decode a text whose tokens, after `prefix_len` of a prefix, arrive one by one."""
 
     def __init__(self, text_of: TextOf, prefix_len: int = 0, strings: Sequence[str] = ()) -> None:
         self._text_of, self._prefix_len, self._strings = text_of, prefix_len, strings
         self._seen: list[int] = []
-        self._returned = self.text = ""
+        self._returned = self.text = ""  # `text` includes the part that has not been returned
 
     def push(self, token: int) -> str:
         """Add a token; return the next piece, empty while a character is incomplete."""
