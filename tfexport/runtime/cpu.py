@@ -32,15 +32,12 @@ class Threads(NamedTuple):
 
 
 def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
-    """Choose the threads for a bundle; None lets ONNX Runtime choose.
-
-    "auto" gives the encoder all available cores, because its threads sleep between runs, and the decoder all or one.
-    """
+    """Choose the threads for a bundle; None lets ONNX Runtime choose."""
     if threads is None:
         return None
     if is_whole(threads):
         return Threads(int(threads), int(threads))
-    cores = available_cores()
+    cores = available_cores()  # for the encoder all, because its threads sleep between runs
     is_small = bundle.manifest.spec.has_decoder and _step_bytes(bundle) < ONE_THREAD_BELOW
     return Threads(cores, 1 if is_small else cores)
 

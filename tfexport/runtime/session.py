@@ -89,20 +89,14 @@ class Batch(Protocol):
     Rows of source s are s · width … (s + 1) · width - 1. The n current sources are always numbered 0 … n - 1: new
     sources are appended, and removed ones are replaced as `close_up` describes. Threads must not share a batch. Methods
     raise `InputError` if shapes, ids or lengths are invalid or a row is full, and leave the batch unchanged.
-
-    Attributes:
-        width: rows of each source: 1, or the number of beams.
-        can_join: whether sources may join while others are decoded. Otherwise all have to be added together, with
-            equally long prompts.
     """
 
-    width: int
-    can_join: bool
+    width: int  # rows of each source: 1, or the number of beams
+    can_join: bool  # whether sources may join others; if not, all are added together, with equally long prompts
 
     @property
     def lengths(self) -> Ids:
         """Number of tokens in the cache of every row, int64 [rows]; read-only."""
-        ...
 
     def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         """Encode sources, give each `width` equal rows, and prefill their prompts.
@@ -114,24 +108,19 @@ class Batch(Protocol):
             source_mask: bool [new sources, source_len], True for tokens.
             prompts: one for each new source, at least one token each; the lengths may differ.
         """
-        ...
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         """Read one token of every row, append it to the cache, and return the next tokens.
 
-        Args:
-            target_ids: int64 [rows]; in the first step of a row the last token of its prompt.
-            num_candidates: number of best next tokens per row, 1 … vocab.
+        `target_ids`, int64 [rows], is the last token of the prompt in the first step of a row. The result has the
+        `num_candidates` best next tokens of each row, 1 … vocab.
         """
-        ...
 
     def reorder(self, rows: Ids) -> None:
         """Continue row rows[r] as row r, within the same source."""
-        ...
 
     def remove(self, sources: Ids) -> None:
         """Remove sources, each once; the last ones take the free places (`close_up`)."""
-        ...
 
 
 @runtime_checkable
@@ -141,12 +130,8 @@ class MultiStep(Protocol):
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
         """Take 1 to `steps` greedy steps, until a row's best token is one of `stop_ids`.
 
-        The tokens found in the last step are not read.
-
-        Returns:
-            The candidates of each step, with an additional first axis: [steps taken, rows, …].
+        The tokens found in the last step are not read. The result has an additional first axis: [steps taken, rows, …].
         """
-        ...
 
 
 @runtime_checkable
@@ -155,7 +140,6 @@ class ScoresTokens(Protocol):
 
     def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
         """Read one token of each row; return `next_ids` as candidates [rows, 1]."""
-        ...
 
 
 @runtime_checkable
@@ -167,18 +151,12 @@ class Verifies(Protocol):
     def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
         """Read several tokens of the only row and append them to the cache.
 
-        Args:
-            target_ids: int64 [tokens], at least one: the token that `step` would read, and drafted tokens.
-            num_candidates: number of best tokens after each.
-
-        Returns:
-            The candidates after each token, [tokens, num_candidates].
+        `target_ids`, int64 [tokens], are the token that `step` would read, and drafted tokens. Returns the best
+        candidates after each token, [tokens, num_candidates].
         """
-        ...
 
     def rewind(self, length: int) -> None:
         """Remove the tokens of the only row from `length` on."""
-        ...
 
 
 @runtime_checkable
@@ -190,17 +168,10 @@ class Aligns(Protocol):
     def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         """Read whole targets and return the mean cross-attention of the alignment heads.
 
-        Args:
-            source_ids: int64 [batch, source_len], padded on the right.
-            source_mask: bool [batch, source_len], True for tokens.
-            target_ids: int64 [batch, target_len], the start token and the target without its last token, padded on the
-                right with any token.
-
-        Returns:
-            float32 [batch, target_len, source_len]. Each row belongs to the token after the position and sums to 1;
-            padding is 0.
+        `source_ids` and `source_mask` are those of `Batch.add`. `target_ids`, int64 [batch, target_len], are the start
+        token and the target without its last token, padded on the right with any token. The result is float32 [batch,
+        target_len, source_len]. Each row belongs to the token after the position and sums to 1; padding is 0.
         """
-        ...
 
 
 class Session(Protocol):
@@ -213,19 +184,15 @@ class Session(Protocol):
 
     def batch(self, width: int = 1) -> Batch:
         """Return an empty batch with `width` rows per source; several can exist at once."""
-        ...
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Return the output of an encoder-only model, [batch, source_len, d_model]."""
-        ...
 
     def logits(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Return the logits of the head, [batch, source_len, labels] or [batch, labels]."""
-        ...
 
     def close(self) -> None:
         """Free the session's memory; it cannot be used afterwards."""
-        ...
 
 
 def in_order_of_id(candidates: Candidates) -> Candidates:
@@ -268,6 +235,14 @@ def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]
     ids = np.full(mask.shape, pad_id, np.int64)
     ids[mask] = np.concatenate([np.asarray(source, np.int64) for source in sources])
     return ids, mask
+
+
+def all_but_last(prompts: Prompts) -> Ids:
+    """Return all tokens of prompts but their last ones, int64 [prompts, longest - 1]."""
+    # Padding repeats the last token. Its cache entries are past the end of the row, where later tokens overwrite them.
+    longest = max(map(len, prompts)) - 1
+    rows = [[*prompt, *[prompt[-1]] * longest][:longest] for prompt in prompts]
+    return np.array(rows, np.int64).reshape(len(rows), longest)
 
 
 def given_candidates(next_ids: Ids, logits: Floats, log_normalizer: Floats) -> Candidates:

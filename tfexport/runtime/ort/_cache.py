@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -36,10 +36,7 @@ class RowBuffers(ABC):
 
     @abstractmethod
     def write(self, to: Ids, other: Self, of: Ids) -> None:
-        """Copy rows `of` of `other` to rows `to`; zero the rest of longer rows.
-
-        `other` is at most as long. It may be the same buffers if no row is in both `to` and `of`.
-        """
+        """Copy rows `of` of `other`, at most as long, to rows `to`; zero their rest."""
 
     @abstractmethod
     def clear(self, rows: Ids) -> None:
@@ -49,15 +46,10 @@ class RowBuffers(ABC):
     def reorder(self, rows: Ids, length: int) -> bool:
         """Copy row rows[r] to row r, up to `length`; return whether the memory changed."""
 
-    def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
-        """Bind rows from `first` on as the inputs `names`."""
+    def bind(self, bind: Callable[..., None], names: Sequence[str], rows: int, first: int = 0) -> None:
+        """Bind rows from `first` on with `bind_input` or `bind_output` of an `IOBinding`."""
         for name, place in zip(names, self._places(rows, first), strict=True):
-            io.bind_input(name, *place)
-
-    def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
-        """Bind rows from `first` on as outputs; inputs are updated in place."""
-        for name, place in zip(names, self._places(rows, first), strict=True):
-            io.bind_output(name, *place)
+            bind(name, *place)
 
     @abstractmethod
     def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:

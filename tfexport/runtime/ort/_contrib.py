@@ -5,6 +5,7 @@ only from the first different token on: equal tokens have equal keys and values.
 
 Invariants between two calls:
 
+- Source s has place s in the buffers of the encoder's keys and values, and rows s · width … of the cache.
 - `_cache_rows[row]` is the row of `_cache` for the caller's row; rows of a source stay within its rows.
 - `_shared[source][a][b]` tokens at the start of cache rows a and b of a source are equal.
 - `_longest` is the largest of `lengths`; `_is_even` means that all are equal to it.
@@ -49,10 +50,7 @@ class _Binding:
 
 
 class ContribBatch(CheckedScoring):
-    """Sources being decoded in NumPy buffers; implements `MultiStep` and `Verifies`.
-
-    Source s has place s in the buffers of the encoder's keys and values, and rows s · width … of the cache.
-    """
+    """Sources being decoded in NumPy buffers; implements `MultiStep` and `Verifies`."""
 
     def __init__(self, graphs: OrtGraphs, width: int) -> None:
         super().__init__(graphs.spec, width)
@@ -76,8 +74,11 @@ class ContribBatch(CheckedScoring):
             self._reserve_sources(first + len(lengths), int(lengths.max()))
             for rows in runs:
                 longest = lengths[rows[0]]
-                parts = self._encode(source_ids[rows, :longest], source_mask[rows, :longest])
-                self._write_sources(first + rows, lengths[rows], parts)
+                parts, places = self._encode(source_ids[rows, :longest], source_mask[rows, :longest]), first + rows
+                for whole, part in zip(self._cross, parts, strict=True):
+                    whole[places, :, :longest] = part
+                    whole[places, :, longest:] = 0  # the last user of a place may have left NaN
+                self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[rows, None]
         else:
             self._cross, self._source_mask = self._encode(source_ids, source_mask), source_mask.copy()
             self._bindings.clear()
@@ -226,14 +227,6 @@ class ContribBatch(CheckedScoring):
         mask[:live, :common] = self._source_mask[:live, :common]
         self._cross, self._source_mask = grown, mask
         self._bindings.clear()
-
-    def _write_sources(self, places: Ids, lengths: Ids, parts: list[Array]) -> None:
-        # Zero the rest, because the last user of a place may have left NaN.
-        length = parts[0].shape[2]
-        for whole, part in zip(self._cross, parts, strict=True):
-            whole[places, :, :length] = part
-            whole[places, :, length:] = 0
-        self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[:, None]
 
     def _reserve_rows(self, rows: int, length: int = 0) -> None:
         _, old_rows, _, capacity, _ = self._cache.shape

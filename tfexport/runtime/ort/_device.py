@@ -39,10 +39,7 @@ MAX_SCORES = 2**21
 
 
 class OrtDevice:
-    """A device and its memory; of several GPUs the first in CUDA_VISIBLE_DEVICES.
-
-    Arrays are copied to it and from it, so the code is the same for a GPU and the CPU.
-    """
+    """A device and its memory; of several GPUs the first in CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
         """Check that the device and products with quantized `weights` work."""
@@ -51,11 +48,7 @@ class OrtDevice:
         self._config_entries = int8_session_options() if weights else {}
 
     def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
-        """Load a graph, called `name` in errors.
-
-        `threads` is the number of CPU threads of one call, None for one on each core. They spin for `spin_us`
-        microseconds while they wait for the next run.
-        """
+        """Load a graph; its CPU threads, one per core by default, spin between runs."""
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads or 0
@@ -114,12 +107,9 @@ def host_value(array: Array) -> ort.OrtValue:
 
 
 def run(session: ort.InferenceSession | None, binding: ort.IOBinding, *, frees_memory: bool = False) -> None:
-    """Run a graph on a binding and wait; None is the graph of a closed session.
-
-    `frees_memory` frees the host memory of the run, which ONNX Runtime otherwise keeps for the next one.
-    """
+    """Run a graph on a binding and wait; None is the graph of a closed session."""
     graph, options = still_open(session), None
-    if frees_memory:
+    if frees_memory:  # on the host, which ONNX Runtime otherwise keeps for the next run
         options = ort.RunOptions()
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     try:
@@ -190,8 +180,7 @@ class OrtGraphs:
 class Step:
     """A binding of the decoder for one number of rows, tokens and candidates.
 
-    The caller binds sources and caches to `io`. All other inputs and outputs are on the device, except num_candidates,
-    because shapes are read on the host.
+    The caller binds sources and caches to `io`.
     """
 
     def __init__(self, graphs: OrtGraphs, rows: int, num_candidates: int | None, target_len: int = 1) -> None:
@@ -199,14 +188,14 @@ class Step:
         device, self._graphs = graphs.device, graphs
         self.io = still_open(graphs.decoder).io_binding()
         num_best = num_candidates or 1
-        self._num_candidates = host_value(np.array([num_best]))  # the binding does not keep it alive
+        # On the host, because shapes are read there; the binding does not keep it alive.
+        self._num_candidates = host_value(np.array([num_best]))
         self._target_ids = device.empty((rows, target_len), "int64")
         self._lengths = device.empty((rows,), "int64") if graphs.reads_lengths else None
         self._token_ids = device.empty((rows, num_best), "int64")
         self._logits = device.empty((rows, num_candidates or graphs.spec.vocab), "float32")
         self._log_normalizer = device.empty((rows, 1), "float32")
-        # If an input is not on the graph's device, it is copied once, when it is bound. Therefore inputs that change
-        # have to be on the device.
+        # Inputs that change have to be on the device: others are copied once, when they are bound.
         self.io.bind_ortvalue_input(contract.TARGET_IDS, self._target_ids)
         self.io.bind_ortvalue_input(contract.NUM_CANDIDATES, self._num_candidates)
         if self._lengths is not None:

@@ -80,10 +80,8 @@ def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
 
 
 def prepare_cuda() -> None:
-    """Load CUDA's libraries; raise `BackendError` with the missing ones.
-
-    ONNX Runtime itself would only log that something is missing and run on the CPU.
-    """
+    """Load CUDA's libraries; raise `BackendError` with the missing ones."""
+    # ONNX Runtime itself would only log that something is missing and run on the CPU.
     if CUDA.ort_name not in ort.get_available_providers():
         raise BackendError(
             f"ort: the installed onnxruntime {ort.__version__} has no CUDA; "

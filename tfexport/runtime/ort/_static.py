@@ -9,7 +9,7 @@ from tfexport.contract import SOURCE_MASK
 from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, row_buffers
 from tfexport.runtime.ort._device import OrtGraphs, Step, encoder_runs
-from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, rows_of
+from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, all_but_last, close_up, rows_of
 
 # Most bindings, for the latest numbers of rows and candidates.
 _STEPS = 8
@@ -92,7 +92,7 @@ class StaticBatch(CheckedScoring):
     def _run_encoder(self, source_ids: Ids, source_mask: Mask) -> RowBuffers:
         found = self._buffers(*source_ids.shape)
         io = self._graphs.bind_encoder(source_ids, source_mask)
-        found.bind_output(io, self._graphs.cross, len(source_ids))
+        found.bind(io.bind_output, self._graphs.cross, len(source_ids))
         self._graphs.run_encoder(io, *source_ids.shape)
         return found
 
@@ -131,13 +131,9 @@ class StaticBatch(CheckedScoring):
             self._mask.update_inplace(mask)
 
     def _prefill(self, prompts: Prompts, first: int) -> RowBuffers:
-        # Short prompts are padded: tokens after a row's length are finite, masked, and later overwritten.
-        longest = max(map(len, prompts)) - 1
-        target_ids = np.full((len(prompts), longest), self._spec.tokens.pad)
-        for row, prompt in zip(target_ids, prompts, strict=True):
-            row[: len(prompt) - 1] = prompt[:-1]
+        target_ids = all_but_last(prompts)
         caches = self._buffers(*target_ids.shape)
-        step = Step(self._graphs, len(prompts), 1, longest)
+        step = Step(self._graphs, len(prompts), 1, target_ids.shape[1])
         self._bind(step, caches, len(prompts), len(prompts), first)
         step.run(target_ids, np.zeros(len(prompts), np.int64))
         return caches
@@ -161,9 +157,9 @@ class StaticBatch(CheckedScoring):
         shape = [sources, self._cross.length]
         address = self._mask.data_ptr() + first * self._cross.length
         step.io.bind_input(SOURCE_MASK, self._graphs.device.type, 0, np.bool_, shape, address)
-        self._cross.bind_input(step.io, self._graphs.cross, sources, first)
-        caches.bind_input(step.io, self._graphs.past, rows)
-        caches.bind_output(step.io, self._graphs.present, rows)
+        self._cross.bind(step.io.bind_input, self._graphs.cross, sources, first)
+        caches.bind(step.io.bind_input, self._graphs.past, rows)
+        caches.bind(step.io.bind_output, self._graphs.present, rows)  # updated in place
 
 
 def _room(have: int, need: int) -> int:

@@ -12,7 +12,17 @@ from numpy.typing import NDArray
 
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedBatch
-from tfexport.runtime.session import Candidates, Ids, Limit, Limits, Mask, Prompts, close_up, in_order_of_id
+from tfexport.runtime.session import (
+    Candidates,
+    Ids,
+    Limit,
+    Limits,
+    Mask,
+    Prompts,
+    all_but_last,
+    close_up,
+    in_order_of_id,
+)
 from tfexport.tensorrt.config import decoder_plans
 from tfexport.tensorrt.session._cache import BatchLayout, bucket
 from tfexport.tensorrt.session._replica import Replica, ReplicaPool
@@ -57,7 +67,7 @@ class TrtBatch(CheckedBatch):
             weakref.finalize(self, pool.give_back, replica).atexit = False
         with replica.watched():
             replica.rearrange(before, moved, copies, self._past_len)
-            read = _all_but_last(prompts).repeat(self.width, axis=0)
+            read = all_but_last(prompts).repeat(self.width, axis=0)
             replica.read(after, _resized(source_ids, source_len), _by_slot(after, mask), read)
         self._layout, self._source_mask = after, mask
         lengths = np.array([len(prompt) - 1 for prompt in prompts]).repeat(self.width)
@@ -162,10 +172,3 @@ def _by_slot(layout: BatchLayout, source_mask: Mask) -> Mask:
     mask[:, 0] = True  # in a free slot too, because softmax needs a token
     mask[layout.slots] = source_mask
     return mask
-
-
-def _all_but_last(prompts: Prompts) -> Ids:
-    # Padding repeats the last token. Its cache entries are past the end of the row, where later tokens overwrite them.
-    longest = max(map(len, prompts)) - 1
-    rows = [[*prompt, *[prompt[-1]] * longest][:longest] for prompt in prompts]
-    return np.array(rows, np.int64).reshape(len(rows), longest)
