@@ -57,10 +57,7 @@ class Log:
 
 
 class Logger:
-    """Logger of the whole process, because the library ignores a second one.
-
-    `_import` creates a subclass of it and of the library's own `ILogger`.
-    """
+    """Logger of the whole process, because the library ignores a second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +113,9 @@ class Library:
 
     def _make(self, cls: Any, log: Log) -> Any:
         try:
-            made = cls(self.logger)
-        except TypeError:  # the bindings raise it for a null pointer
-            made = None
-        if made is None:
-            raise EngineError(f"{self}: cannot create a {cls.__name__}: {log.reason()}")
-        return made
+            return cls(self.logger)
+        except TypeError as error:  # the bindings raise it for a null pointer
+            raise EngineError(f"{self}: cannot create a {cls.__name__}: {log.reason()}") from error
 
     def strongly_typed(self) -> int:
         """Return the flags of `create_network` that take types only from the graph."""
@@ -132,10 +126,7 @@ class Library:
         return _DTYPES.get(dtype.name, str(dtype.name))
 
     def compute_capabilities(self) -> dict[str, Any]:
-        """Return the compute capabilities to build for, such as {"8.6": SM86}.
-
-        The result is empty if the library builds only for the local GPU.
-        """
+        """Return capabilities to build for, {"8.6": SM86}; empty if only the local one."""
         names = getattr(getattr(self.trt, "ComputeCapability", None), "__members__", {})
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
         return {f"{match[1]}.{match[2]}": names[name] for name, match in numbers.items()}
@@ -150,11 +141,7 @@ def installed_targets() -> tuple[Target, ...]:
 
 
 def load_library(target: Target | None = None) -> Library:
-    """Import one of the libraries, once per process.
-
-    By default, this is the library that is already loaded, else TensorRT if it is installed and there is a GPU, else
-    TensorRT-RTX.
-    """
+    """Import a library, once per process; None is the loaded one, else `_choose`."""
     with _lock:
         if not _loaded:
             chosen = target or _choose(installed_targets(), has_gpu=bool(find_gpus()))

@@ -1,6 +1,7 @@
 """Define the manifest of an engine, which decides whether plans can be loaded."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Self
 
 from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST
@@ -97,10 +98,8 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
         """Read a manifest from sealed JSON; raise `BundleError` with every invalid value."""
-        return unseal(
-            raw,
-            lambda data: cls.from_dict(data, subject=ENGINE_MANIFEST),
-            name=ENGINE_MANIFEST,
-            format_version=ENGINE_FORMAT_VERSION,
-            remedy="build it again with tfexport trt BUNDLE --force",
+        read, remedy = (
+            partial(cls.from_dict, subject=ENGINE_MANIFEST),
+            "build it again with tfexport trt BUNDLE --force",
         )
+        return unseal(raw, read, name=ENGINE_MANIFEST, format_version=ENGINE_FORMAT_VERSION, remedy=remedy)

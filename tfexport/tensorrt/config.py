@@ -98,10 +98,8 @@ class EngineLimits(Config, subject="limits"):
 
 
 def default_capacities(max_target_length: int) -> tuple[int, ...]:
-    """Return 128, 512, 2048, … up to half of the limit, then the limit.
-
-    A step reads whole caches and a beam reorder copies them, so short texts are faster in short caches.
-    """
+    """Return 128, 512, 2048, … up to half of the limit, then the limit."""
+    # A step reads whole caches and a beam reorder copies them, so short texts are faster in short caches.
     shorter, capacity = [], 128
     while 2 * capacity <= max_target_length:
         shorter.append(capacity)

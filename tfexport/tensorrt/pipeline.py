@@ -35,11 +35,7 @@ from tfexport.tensorrt.store import StoredEngine, add_engine
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Resolved options of a build, and the device memory that its engines need.
-
-    `memory` is in bytes at the largest shapes: the weights of all plans, the caches of one batch with beams, the
-    activations of the encoder or a step, and those that the first prefill adds. They are computed node by node.
-    """
+    """Resolved options of a build, and the device memory of its engines in bytes."""
 
     name: str
     library_version: str

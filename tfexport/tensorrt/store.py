@@ -103,10 +103,7 @@ def engine_names(bundle: Path) -> list[str]:
 
 
 def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
-    """Read an engine's manifest and check its signature, and the sizes of its files.
-
-    The sha256 of a plan is checked when the plan is read. An `EngineError` lists every problem.
-    """
+    """Read an engine's manifest and check its signature, and the sizes of its files."""
     names = engine_names(bundle)
     if name not in names:
         raise EngineError(f"{bundle}: has no engine {name[:80]!r}, it has {', '.join(names) or 'none'}")
@@ -156,10 +153,7 @@ def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
 
 @contextmanager
 def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None = None) -> Iterator[Path]:
-    """Write an engine into the yielded folder and publish it if it is complete.
-
-    An existing engine stays until then; replacing it requires `force`. `bundle` has no symbolic links.
-    """
+    """Yield a folder for an engine, and publish it at the end if it is complete."""
     target = bundle / ENGINES / name
     check = partial(_check_replaceable, target=target, force=force)
     try:

@@ -56,10 +56,7 @@ class Profiles:
 
 
 def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Profiles:
-    """Derive the profiles of all engines; raise `ConfigError` with every problem.
-
-    The lengths of `spec` are the default limits. `variant` is ignored for encoder-only bundles.
-    """
+    """Derive the profiles of all engines; raise `ConfigError` with every problem."""
     problems = _limit_problems(spec, variant, config)
     raise_all(ConfigError, "engine", problems)
     limits = _limits(spec, variant, config)
@@ -227,17 +224,12 @@ def _range_problems(spec: ModelSpec, ranges: Mapping[str, Range], overridden: se
                 problems.append(f"{name} has min {size.min}, opt {size.opt}, max {size.max}, expected them in order")
             if name in most and size.max > most[name][0]:
                 problems.append(f"{name} reaches {size.max}, {most[name][1]} {most[name][0]}")
-    return problems + (_row_problems(ranges) if spec.has_decoder else [])
-
-
-def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
     # Each source has the same number of rows, its beams. One number limits sources and rows.
-    rows, batch = ranges["rows"], ranges["batch"]
-    problems = [
-        f"{bound} has batch {of_batch} and rows {of_rows}, expected a multiple"
-        for bound, of_batch, of_rows in (("min", batch.min, rows.min), ("opt", batch.opt, rows.opt))
-        if of_batch and of_rows % of_batch
-    ]
+    batch = ranges["batch"]
+    rows = ranges.get("rows", batch)
+    for bound, of_batch, of_rows in (("min", batch.min, rows.min), ("opt", batch.opt, rows.opt)):
+        if of_batch and of_rows % of_batch:
+            problems.append(f"{bound} has batch {of_batch} and rows {of_rows}, expected a multiple")
     if rows.max != batch.max:
         problems.append(f"max has batch {batch.max} and rows {rows.max}, expected them equal")
     return problems

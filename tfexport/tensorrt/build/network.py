@@ -45,11 +45,7 @@ class Network:
 
 
 def parse_graph(library: Library, graph: Graph) -> Network:
-    """Parse a graph.
-
-    An `EngineError` lists every node that cannot be parsed, attention that would be computed incorrectly, and layers
-    that read a cache before its update.
-    """
+    """Parse a graph; an `EngineError` lists every node that fails or would be wrong."""
     subject = f"{library}: {graph.path.name}"
     if not graph.data:
         raise EngineError(f"{subject}: the graph is empty; export the bundle again")

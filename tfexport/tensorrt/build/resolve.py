@@ -80,12 +80,7 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
 
 
 def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:
-    """Create the graph of every plan; `directory` receives files the bundle lacks.
-
-    Raises:
-        GraphError: a graph cannot be created.
-        ModuleNotFoundError: onnx, or PyTorch for another precision, is not installed.
-    """
+    """Create the graph of every plan; `directory` receives files the bundle lacks."""
     config, manifest, folder = resolved.config, resolved.bundle.manifest, resolved.bundle.path
     entries = {name: manifest.graphs[name] for name in resolved.graphs}
     if resolved.is_exported_again:

@@ -29,11 +29,7 @@ def bucket(number: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Assigns the sources of a batch to slots.
-
-    The device decodes all slots, used or not, so that shapes do not change. When a source leaves, only this map
-    changes: its slot is still decoded, but the result is not read.
-    """
+    """Assigns the sources of a batch to slots; all slots are decoded, used or not."""
 
     size: int  # number of slots, the padded batch size
     width: int  # rows of each slot
@@ -61,15 +57,6 @@ class BatchLayout:
         return replace(self, size=size, slots=slots), copies
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    context: Context
-    runner: CudaGraphRunner
-
-    def close(self) -> None:
-        self.runner.close()
-
-
 class Caches:
     """KV caches of source and target.
 
@@ -92,7 +79,7 @@ class Caches:
         self._order_was_read = device.event()
         device.memory.reserve({ORDER: self._order.nbytes})
         self._context = device.context(REORDER)
-        self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
+        self._recorded: LruCache[CudaGraphRunner] = LruCache(MAX_GRAPHS, device.synchronize)
 
     def sizes(self, layout: BatchLayout) -> dict[str, int]:
         """Return the size of each buffer in bytes."""
@@ -176,14 +163,14 @@ class Caches:
     def _replay(self, pairs: Sequence[Pair], shapes: Mapping[str, Shape], key: tuple[int, ...]) -> None:
         device = self._device
 
-        def make() -> _Recorded:
+        def make() -> CudaGraphRunner:
             context = device.context(REORDER, use="be captured")
             context.bind(shapes, {ORDER: device.memory[ORDER]})
-            return _Recorded(context, CudaGraphRunner(device.cuda, device.stream, device.engines.capture_failed))
+            return CudaGraphRunner(context, device.cuda, device.stream, device.engines.capture_failed)
 
-        recorded = self._recorded.get(key, make)
-        queue = partial(self._gather, recorded.context, pairs, *shapes[ORDER])
-        recorded.runner.run(REORDER, queue, lambda: recorded.context.can_be_captured(device.stream))
+        runner = self._recorded.get(key, make)
+        queue = partial(self._gather, runner.context, pairs, *shapes[ORDER])
+        runner.run(REORDER, queue, lambda: runner.context.can_be_captured(device.stream))
 
     def _gather(self, context: Context, pairs: Sequence[Pair], num_rows: int) -> None:
         memory, stream = self._device.memory, self._device.stream

@@ -163,7 +163,8 @@ class CudaGraphRunner:
     a failed capture, all runners of the session queue their calls one by one.
     """
 
-    def __init__(self, cuda: Cuda, stream: int, has_failed: threading.Event) -> None:
+    def __init__(self, context: Context, cuda: Cuda, stream: int, has_failed: threading.Event) -> None:
+        self.context = context  # that the calls run
         self._cuda, self._stream, self._has_failed = cuda, stream, has_failed
         self._captures: bool | None = None
         self._graphs: dict[str, Graph] = {}
@@ -171,9 +172,8 @@ class CudaGraphRunner:
     def run(self, name: str, queue: Callable[[], None], can_capture: Callable[[], bool]) -> None:
         """Call `queue` or launch its graph; equal names mean equal calls.
 
-        `queue` must neither wait nor allocate; it is called again if its capture fails. `can_capture` is called once,
-        after the first run. It is not stored, because the reference cycle would keep contexts alive until the garbage
-        collector frees them, possibly during a capture.
+        `queue` must neither wait nor allocate, and is called again if its capture fails. `can_capture` is called once,
+        after the first run. It is not stored, because a reference cycle could free contexts during a capture.
         """
         if self._captures and name not in self._graphs and not self._has_failed.is_set():
             self._capture(name, queue)

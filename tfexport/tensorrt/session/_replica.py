@@ -17,7 +17,7 @@ from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
 from tfexport.tensorrt.session._cache import BatchLayout, Caches, SlotCopy, bucket
 from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, LruCache
 from tfexport.tensorrt.session._resources import DeviceResources, EngineSet, bytes_of, shape_of
-from tfexport.tensorrt.session._step import INPUTS, OUTPUTS, OverlappedStep, Sizes, Step, StepIO
+from tfexport.tensorrt.session._step import INPUTS, OUTPUTS, OverlappedStep, Sizes, Step, StepIO, buffer_bytes
 
 # Free replicas to keep for later batches; the memory of others is freed.
 MAX_FREE_REPLICAS = 4
@@ -73,15 +73,11 @@ class Encoder:
 
 
 class Decoder:
-    """Runs prefills, decode steps and reorders in buffers that outlive the batch.
-
-    Static variant: caches are written in place, and steps are replayed because addresses and shapes do not change.
-    Concat variant: each step writes a longer cache into the other one of two buffers.
-    """
+    """Runs prefills, decode steps and reorders in buffers that outlive the batch."""
 
     def __init__(self, device: DeviceResources, variant: Variant) -> None:
         self._device, self._variant = device, variant
-        sizes = Sizes.largest(device.engines.limits).buffer_bytes(device.engines.spec, variant)
+        sizes = buffer_bytes(device.engines.limits, device.engines.spec, variant)
         device.memory.reserve(sizes)
         self._ios = StepIO(device, sizes[INPUTS], sizes[OUTPUTS]), StepIO(device, sizes[INPUTS], sizes[OUTPUTS])
         self.overlapped = OverlappedStep(self._ios)
@@ -90,13 +86,10 @@ class Decoder:
         self.caches = Caches(device, variant)
 
     def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
-        """Read prompts into the first slots, int64 [new rows, target_len], and wait.
-
-        Each prefill reads as many tokens as its profile accepts; a single remaining token is a step.
-        """
+        """Read prompts, int64 [new rows, target_len], into the first slots, and wait."""
         rows, longest = prompts.shape
         most = self._device.engines.engines[self._plan(layout.capacity)].largest_shape(TARGET_IDS, PREFILL)[1]
-        for past_len in range(0, longest, most):
+        for past_len in range(0, longest, most):  # a single remaining token is a step
             piece = prompts[:, past_len : past_len + most]
             sizes = Sizes(rows // layout.width, rows, layout.source_len, piece.shape[1], 1, layout.capacity)
             self._run_once(self._any_step(sizes, past_len), piece, np.full(rows, past_len, np.int64))
@@ -193,11 +186,7 @@ class Replica:
             self.decoder.caches.resize(held, after)
 
     def read(self, layout: BatchLayout, source_ids: Ids, source_mask: Mask, prompts: Ids) -> None:
-        """Encode new sources into the first slots and prefill their prompts.
-
-        `source_mask` is the mask of all slots. `prompts` are int64 [new rows, target_len] without the last tokens;
-        target_len may be 0.
-        """
+        """Encode sources into the first slots, and read prompts [new rows, target_len]."""
         self.key = (layout.size, layout.width, layout.source_len)
         self.decoder.caches.clear_rows(layout, len(prompts))
         self.encoder.run(source_ids, source_mask)

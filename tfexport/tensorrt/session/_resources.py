@@ -57,10 +57,7 @@ def offsets(layout: np.dtype[np.void]) -> dict[str, int]:
 
 
 class Memory:
-    """Device memory by tensor name; a buffer grows but never shrinks.
-
-    New memory is zero, because the device also computes unused rows.
-    """
+    """Device memory by tensor name, zeroed; a buffer grows but never shrinks."""
 
     def __init__(self, cuda: Cuda, stream: int) -> None:
         self.num_bytes = 0
@@ -114,10 +111,7 @@ class EngineSet:
 
 
 class DeviceResources:
-    """A stream and its memory.
-
-    All work on the stream runs in order, so contexts of a profile share their activations.
-    """
+    """A stream and its memory; contexts of a profile share their activations."""
 
     def __init__(self, engines: EngineSet) -> None:
         # The activations of a prefill are allocated later, because they may be fifty times as large.

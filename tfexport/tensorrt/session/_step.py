@@ -59,11 +59,6 @@ class Sizes:
     num_candidates: int
     capacity: int
 
-    @classmethod
-    def largest(cls, limits: EngineLimits) -> Sizes:
-        rows, length = limits.max_batch, limits.max_target_length
-        return cls(rows, rows, limits.max_source_length, length, limits.max_candidates, length)
-
     def dims(self, past_len: int) -> dict[str, int]:
         """Return every named dimension of the decoder's contract."""
         return {**asdict(self), "past_len": past_len, "past_len + target_len": past_len + self.target_len}
@@ -75,33 +70,31 @@ class Sizes:
         inputs, outputs = ([tensors[name] for name in names if name in tensors] for names in (_INPUTS, _OUTPUTS))
         return packed(inputs, dims), packed(outputs, dims)
 
-    def buffer_bytes(self, spec: ModelSpec, variant: Variant) -> dict[str, int]:
-        inputs, outputs = self.packed(spec, variant)
-        logits = self.rows * spec.vocab * ITEM_BYTES["float32"]
-        return {INPUTS: inputs.itemsize, OUTPUTS: outputs.itemsize, LOGITS: logits}
+
+def buffer_bytes(limits: EngineLimits, spec: ModelSpec, variant: Variant) -> dict[str, int]:
+    rows, length = limits.max_batch, limits.max_target_length
+    largest = Sizes(rows, rows, limits.max_source_length, length, limits.max_candidates, length)
+    inputs, outputs = largest.packed(spec, variant)
+    return {INPUTS: inputs.itemsize, OUTPUTS: outputs.itemsize, LOGITS: rows * spec.vocab * ITEM_BYTES["float32"]}
 
 
 class Step:
     """A step of one shape in one replica.
 
-    `feed` takes the tokens from the host; `follow` takes the best tokens of the previous step, which are on the device.
-    Both queue all work, including copies of the results, and return at once. A step that repeats becomes a CUDA graph
-    at its second run. If the library's calls cannot be captured, the library captures its own graph.
+    Both `feed` and `follow` queue all work, including copies of the results, and return at once. A step that repeats
+    becomes a CUDA graph at its second run; if that cannot be captured, the library captures its own.
     """
 
     def __init__(
         self, device: DeviceResources, sizes: Sizes, context: Context, past_len: int = 0, *, replays: bool = False
     ) -> None:
-        """Bind a context; `past_len` is for the concat variant.
-
-        `replays` states whether the step repeats with the same addresses.
-        """
+        """Bind a context; `replays` states whether the step repeats at equal addresses."""
         variant = device.engines.variant
         assert variant is not None
         self.sizes, self._variant = sizes, variant
         self.inputs, self.outputs = sizes.packed(device.engines.spec, variant)
-        self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
-        self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture_failed)
+        self._device, self._past_len, self._replays = device, past_len, replays
+        self._runner = CudaGraphRunner(context, device.cuda, device.stream, device.engines.capture_failed)
         # Shapes depend on it, so the library reads it on the host at every run.
         self._num_candidates = np.array([sizes.num_candidates], np.int64)
         self._bind()
@@ -112,10 +105,7 @@ class Step:
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
-        """Queue the step on the best tokens of the newest step, of the same sizes.
-
-        `lengths` include these tokens; each `number` of a step I/O has its own CUDA graph.
-        """
+        """Queue the step on the newest step's best tokens, which `lengths` include."""
         self._launch(f"follow {number}", io, lengths)
 
     def best(self, io: StepIO) -> Ids:
@@ -146,7 +136,7 @@ class Step:
             cuda.upload(inputs, io.inputs[: self.inputs[CACHE_LENGTHS].itemsize], stream)
             tokens, best = inputs + offsets(self.inputs)[TARGET_IDS], outputs + offsets(self.outputs)[CANDIDATE_IDS]
             cuda.copy_2d(tokens, _ITEM, best, _ITEM * self.sizes.num_candidates, self.sizes.rows, stream)
-        self._context.run(stream)
+        self._runner.context.run(stream)
         cuda.download(io.outputs[: self.outputs.itemsize], outputs, stream)
 
     def _bind(self) -> None:
@@ -160,15 +150,15 @@ class Step:
                 # The static variant writes in place: past and present share a buffer.
                 name = tensor.name.replace("present_", "past_") if self._variant == "static" else tensor.name
                 addresses[tensor.name] = memory[name]
-        self._context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
+        self._runner.context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
 
     def _can_capture(self) -> bool:
         if not self._replays:
             return False
-        if self._context.can_be_captured(self._device.stream):
+        if self._runner.context.can_be_captured(self._device.stream):
             return True
         self._device.synchronize()
-        self._context = self._device.context(self._context.name, use="replay itself")
+        self._runner.context = self._device.context(self._runner.context.name, use="replay itself")
         self._bind()
         return False
 
@@ -176,11 +166,9 @@ class Step:
 class OverlappedStep:
     """Queues the next step before the host has read the tokens of this one.
 
-    Greedy search nearly always continues with the best token, which is already on the device. So a call can queue two
-    steps, this one and the next, and wait only for this one. The next call checks that the host chose the tokens that
-    the device continued with. If not, the early step is dropped; its replacement overwrites what it wrote past the end
-    of the cache. A caller that requests several candidates may filter, sample or search with beams, so the next step is
-    started early only after `SURE_AFTER` steps that used the best tokens.
+    Greedy search nearly always continues with the best token, which is already on the device. The next call checks
+    that the host chose it. If not, the early step is dropped, and its replacement overwrites its cache entries. A
+    caller that requests several candidates may choose others, so it must have used the best for `SURE_AFTER` steps.
 
     Two step I/Os take turns. The host writes into one only after it has waited for the step that used it.
     """
@@ -194,10 +182,7 @@ class OverlappedStep:
         self._num_used = 0  # consecutive steps whose best tokens were used
 
     def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
-        """Run a step of one token per row; start the next one if it will likely be used.
-
-        The host reads only the rows `read`; `lengths` are 0 in all others. The result is valid until the next call.
-        """
+        """Run a step of one token per row of `read`; start the next if it is likely used."""
         if not self._is_started(step, target_ids, read, lengths):
             self._wait()
             self._number = 0

@@ -77,11 +77,7 @@ class TrtSession(CheckedSession):
         reason: Callable[[], str] = lambda: "see the log of the library",
         kernels: KernelStore | None = None,
     ) -> None:
-        """Check deserialized engines, by plan name.
-
-        `spec` has the precision of the engines; `weights` is the type of the matrices if it is narrower. `reason`
-        returns the newest errors in the library's log. `close` writes compiled kernels to `kernels`.
-        """
+        """Check deserialized engines, by plan; `reason` returns the newest errors."""
         made = {}
         for plan in plan_names(variant, limits):
             if plan not in engines:
