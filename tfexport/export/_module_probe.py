@@ -28,10 +28,7 @@ T = TypeVar("T")
 
 
 def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTraits:
-    """Return the configuration of a model, or the traits of a user's own module.
-
-    A module that is not a `Transformer` runs on a few tokens. GraphError: a method fails, or shapes differ from `spec`.
-    """
+    """Return a model's configuration, or the traits of a user's module that is tried."""
     if isinstance(model, Transformer):
         return model.config
     source_ids, mask = torch.zeros(_BATCH, _SOURCE_LEN, dtype=torch.int64), torch.ones(_BATCH, _SOURCE_LEN).bool()
@@ -80,10 +77,9 @@ def _recording(attention: T, softcaps: list[float]) -> T:
 
 
 def check_module(model: EagerModel, spec: ModelSpec) -> None:
-    """Compare a user's own module with its reference on two rows.
+    """Compare a user's own module with its reference on two rows, alone and padded.
 
-    They run alone, and together with padding. Raises the errors of `traits_of`, or a ParityError whose subject is the
-    wrong method.
+    The subject of the ParityError is the wrong method; other errors are those of `traits_of`.
     """
     traits_of(model.module, replace(spec, precision="fp32"))
     functions, length, short = _functions(model, spec), *(min(n, spec.max_source_length) for n in (7, 4))

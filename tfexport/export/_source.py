@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -107,8 +106,8 @@ def _imported(directory: Path, spec: ModelSpec, report: Report) -> tuple[dict[st
         "proven": False if changes else found["proven"],
         "author": found.get("author", REFERENCE) + _compared(found, spec),
         "origin": found.get("origin", {}),
-        "certificate_sha256": _sha256(path),
-        "layout_sha256": _sha256(layout) if layout.is_file() else None,
+        "certificate_sha256": FileEntry.of(path).sha256,
+        "layout_sha256": FileEntry.of(layout).sha256 if layout.is_file() else None,
     }
     return files, Provenance.from_dict(facts, subject=str(path))
 
@@ -121,10 +120,6 @@ def _compared(certificate: Mapping[str, Any], spec: ModelSpec) -> str:
     if source >= spec.max_source_length and target >= spec.max_target_length:
         return ""
     return f" up to {source} source and {target} target tokens" if spec.has_decoder else f" up to {source} tokens"
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source:

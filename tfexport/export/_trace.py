@@ -172,13 +172,11 @@ def lower(program: ExportedProgram) -> ExportedProgram:
     return lowered
 
 
-def promotes(program: ExportedProgram) -> bool:
-    """Return whether an operator converts an argument, which ONNX never does."""
-    return any(_promotes(node) for node in program.graph.nodes if getattr(node.target, "namespace", "") == "aten")
-
-
 def _promotes(node: Node) -> bool:
+    """Return whether an operator converts an argument, which ONNX never does."""
     result = node.meta.get("val")
+    if getattr(node.target, "namespace", "") != "aten":
+        return False
     if node.target in (_ATEN._to_copy.default, _ATEN.where.Scalar) or not isinstance(result, Tensor):
         return False
     values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
@@ -271,17 +269,15 @@ def _translate(program: ExportedProgram, opset: int) -> ir.Model:
 
 
 def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
-    """Translate like `torch.onnx.export`, but skip two slow steps if possible.
-
-    Building the operator table takes a second, and the pass that makes types explicit runs every operator again.
-    """
+    """Translate like `torch.onnx.export`, but skip two slow steps if possible."""
+    # Building the operator table takes a second, and the pass that makes types explicit runs every operator again.
     try:
         core, operators = importlib.import_module(_EXPORTER + "._core"), _operators(opset)
         export, translate = core.export, core._exported_program_to_onnx_program
     except (ImportError, AttributeError):  # another version of PyTorch
         found: Any = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
         return cast(ir.Model, found.model)
-    if isinstance(program, Lowered) and not promotes(program):
+    if isinstance(program, Lowered) and not any(map(_promotes, program.graph.nodes)):
         found = translate(program, registry=operators)
         convert_version(found.model, opset, fallback=True)
     else:

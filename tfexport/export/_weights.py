@@ -21,6 +21,8 @@ from tfexport.errors import BundleError
 from tfexport.export.graph_file import Span, refer, tensor_spans
 
 Digest = tuple[str, tuple[int, ...], bytes]
+# By place in memory, which is not reused while the tensor is kept.
+_Known = dict[object, tuple[ir.TensorProtocol, Digest]]
 
 # https://huggingface.co/docs/safetensors: format
 _SAFETENSORS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -36,9 +38,8 @@ def write_weights(
 ) -> None:
     """Write the weight file and make the graphs refer to it.
 
-    Initializers that are equal to a parameter become references to the file; those equal to its transpose become
-    transposed references. Other constants stay in the graph. Parameters of a group in `joint` are stored next to each
-    other, so that an initializer that is equal to their concatenation becomes a reference too.
+    Initializers that are equal to a parameter or its transpose become references. Parameters of a group in `joint` are
+    stored next to each other, so that an initializer that is equal to their concatenation becomes a reference too.
     """
     tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
     joint = list(joint)
@@ -47,12 +48,12 @@ def write_weights(
         whole = torch.cat([tensors[name] for name in group]) if len(group) > 1 else tensors[group[0]]
         names.setdefault(_digest(TorchTensor(whole)), group)
     external: list[tuple[ir.Value, tuple[str, ...]]] = []
-    digests = _Digests()
+    known: _Known = {}
     for graph in graphs:
-        _unfold_transposes(graph.graph, names, digests)
+        _unfold_transposes(graph.graph, names, known)
         for value in graph.graph.initializers.values():
             assert value.const_value is not None
-            digest = digests(value.const_value)
+            digest = _known_digest(value.const_value, known)
             if digest in names:
                 external.append((value, names[digest]))
     order = dict.fromkeys([name for group in joint for name in group])
@@ -83,30 +84,25 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         ) from error
 
 
-class _Digests:
-    """Digests of tensors; those of PyTorch that share memory are hashed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[ir.TensorProtocol, Digest]] = {}
-
-    def __call__(self, tensor: ir.TensorProtocol) -> Digest:
-        raw: Any = getattr(tensor, "raw", None)
-        is_torch = isinstance(raw, torch.Tensor)
-        place = (raw.data_ptr(), raw.dtype, raw.shape, raw.stride()) if is_torch else id(tensor)
-        if place not in self._known:  # keeps the tensor, so that its memory is not reused
-            self._known[place] = tensor, _digest(tensor)
-        return self._known[place][1]
+def _known_digest(tensor: ir.TensorProtocol, known: _Known) -> Digest:
+    """Hash a tensor; those of PyTorch that share memory are hashed once."""
+    raw: Any = getattr(tensor, "raw", None)
+    is_torch = isinstance(raw, torch.Tensor)
+    place = (raw.data_ptr(), raw.dtype, raw.shape, raw.stride()) if is_torch else id(tensor)
+    if place not in known:
+        known[place] = tensor, _digest(tensor)
+    return known[place][1]
 
 
 def _digest(tensor: ir.TensorProtocol) -> Digest:
     return tensor.dtype.name, tuple(tensor.shape.numpy()), hashlib.sha256(tensor.tobytes()).digest()
 
 
-def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]], digests: _Digests) -> None:
+def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]], known: _Known) -> None:
     # The exporter stores a transposed copy of the weight of a linear map over three axes.
     for value in list(graph.initializers.values()):
         folded = value.const_value
-        if folded is None or len(folded.shape) != 2 or digests(folded) in names:
+        if folded is None or len(folded.shape) != 2 or _known_digest(folded, known) in names:
             continue
         name = value.name or ""
         stored = ir.tensor(np.ascontiguousarray(folded.numpy().T), dtype=folded.dtype, name=f"{name}_stored")

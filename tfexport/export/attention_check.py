@@ -23,10 +23,7 @@ _CAUSAL = ("is_causal", "unidirectional")
 
 
 def attention_problems(model: ir.Model | bytes) -> list[str]:
-    """Describe each attention node that TensorRT would compute incorrectly.
-
-    Checks nested graphs and functions too. Only shapes of the model may change.
-    """
+    """Describe each attention node that TensorRT would compute incorrectly."""
     if isinstance(model, bytes):
         try:
             model = ir.from_proto(onnx.load_from_string(model))

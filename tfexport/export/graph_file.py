@@ -36,10 +36,7 @@ def load_graph(path: Path) -> ir.Model:
 
 
 def save_graph(model: ir.Model, path: Path, expected: GraphSpec, *, portable: bool = True) -> None:
-    """Write a graph, and check that the file is valid ONNX and fulfills the contract.
-
-    The model refers to weight files next to `path`. If `portable`, attention that TensorRT would misread is rejected.
-    """
+    """Write a graph, and check that the file is valid ONNX and fulfills the contract."""
     try:
         ir.save(model, path)
         onnx.checker.check_model(str(path), full_check=True)

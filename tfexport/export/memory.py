@@ -22,9 +22,8 @@ _VIEWS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
     """Return the peak memory of activations if a graph runs node by node.
 
-    Every result counts from its node to its last reader, together with its views. `Attention` counts with its scores
-    and their softmax in float32, as if no kernel fused it. Weights, inputs and outputs do not count. A runtime that
-    fuses nodes needs less, one with workspaces more. `sizes` are those of the named dimensions of the inputs.
+    `Attention` counts with its scores and their softmax in float32, as if no kernel fused it. Weights, inputs and
+    outputs do not count. `sizes` are those of the named dimensions of the inputs.
     """
     model = load_graph(path)
     _fix(model.graph, sizes, path.name)
@@ -38,10 +37,7 @@ def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
 
 
 def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
-    """Replace the dimensions of the inputs by numbers and drop all inferred shapes.
-
-    The output of `TopK` depends on the value of an input, so it keeps its declared dimensions.
-    """
+    """Replace the dimensions of the inputs by numbers and drop all inferred shapes."""
     names = {dim.value for value in graph.inputs for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)}
     problems = [f"dimension {name} has no size" for name in sorted(map(str, names - sizes.keys()))]
     raise_all(GraphError, subject, problems)
@@ -49,6 +45,7 @@ def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
         value.shape = _sized(value.shape, sizes)
     for node in graph:
         for value in node.outputs:
+            # The output of `TopK` depends on the value of an input, so it keeps its declared dimensions.
             keeps_shape = node.op_type == "TopK" and value.is_graph_output()
             value.shape = _sized(value.shape, sizes) if keeps_shape else None
 

@@ -88,13 +88,10 @@ def simplify(model: ir.Model) -> None:
 
 
 def collapse_reshapes(model: ir.Model) -> None:
-    """Make every Reshape read the input of the Reshape before it.
-
-    A constant shape that contains a 0, which copies a size of its input, is not changed. All other zeros are sizes.
-    """
+    """Make every Reshape read the input of the Reshape before it."""
     for node in model.graph:
         shape = node.inputs[1] if node.op_type == "Reshape" else None
-        if not shape or (shape.const_value and 0 in shape.const_value.numpy()):
+        if not shape or (shape.const_value and 0 in shape.const_value.numpy()):  # a 0 copies a size of the input
             continue
         node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
         source = node.inputs[0].producer() if node.inputs[0] else None
@@ -183,10 +180,7 @@ def append_selection(model: ir.Model) -> None:
 
 
 def keep_logits(model: ir.Model) -> None:
-    """Add the input `logits_to_keep`, the number of positions with logits.
-
-    The first output of the decoder changes from `logits` [rows, vocab] to [rows · logits_to_keep, vocab].
-    """
+    """Add an input, the number of positions with logits [rows · number, vocab]."""
     graph = model.graph
     found = [node for node in _ancestors(graph.outputs[0]) if _takes_last_position(node)]
     if len(found) != 1:
@@ -251,10 +245,7 @@ def separate_lookups(model: ir.Model) -> None:
 
 
 def fix_capacity(path: Path, capacity: int) -> bytes:
-    """Replace the dimension `capacity` of `decoder_static.onnx` by a number of tokens.
-
-    TensorRT needs this for in-place caches. The weights stay in their file, so parse the returned model with `path`.
-    """
+    """Replace the dimension `capacity` by a number, which TensorRT's caches need."""
     model = load_graph(path)
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
     buffers = [(value, list(value.shape)) for value in values if value.shape and _CAPACITY in list(value.shape)]

@@ -42,8 +42,7 @@ def write_graphs(
 ) -> dict[str, GraphEntry]:
     """Trace a model, and write and check its graphs and their weight file.
 
-    The model is in eval mode; a copy of it is cast to the precision of `spec`. Variants that do not support it are
-    skipped. `opset` does not apply to the static variant. `alignment` is as `AlignmentHeads.within` returns it.
+    The model is in eval mode; a copy of it is cast to the precision of `spec`. Unsupported variants are skipped.
     """
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
@@ -92,11 +91,7 @@ def write_precision(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Rebuild the model of a bundle, cast it and write its graphs and a weight file.
-
-    `variant` is the only decoder variant to write; None for an encoder-only model. Raises a GraphError that lists every
-    weight that is too large for the precision.
-    """
+    """Rebuild the model of a bundle, cast it, and write its graphs and a weight file."""
     manifest = bundle.manifest
     if manifest.config is None or WEIGHTS not in manifest.files:
         raise BundleError(

@@ -16,8 +16,7 @@ from tfexport.nn.cache import MASK_FILL, Cross, KeyValue, dot_product_attention,
 class StaticCache(TracedCache):
     """Buffers of fixed capacity, written in place at each row's own position.
 
-    `TensorScatter` (ONNX opset 24) has no PyTorch equivalent, so this cache works only in a trace.
-    `tfexport.nn.cache.RowCache` is the same in PyTorch.
+    The same as `tfexport.nn.cache.RowCache`, but only in a trace: `TensorScatter` has no PyTorch equivalent.
     """
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:

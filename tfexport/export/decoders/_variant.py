@@ -65,21 +65,17 @@ def supports_config(traits: TransformerConfig | ModuleTraits, precision: Precisi
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderVariant:
-    """A variant of the decoder: its cache and its attention.
-
-    `cache` creates the self-attention of the decoder from the past of every layer, the new tokens and the other inputs
-    of the variant, by their names in the contract. `cross` creates the cross-attention from the result of the encoder
-    and the mask, and `source` the self-attention of the encoder from the mask. The export chooses the `opset` if it is
-    None. Graphs that are not `portable` run only on ONNX Runtime.
-    """
+    """A variant of the decoder: its cache and its attention."""
 
     supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config
-    cache: Callable[..., TracedCache | ConcatCache]
+    cache: Callable[
+        ..., TracedCache | ConcatCache
+    ]  # of the past, the new tokens and the variant's other inputs by name
     cross: Callable[[Sequence[KeyValue], Tensor], Cross] = Cross
-    source: Callable[[Tensor], Source] = Source
+    source: Callable[[Tensor], Source] = Source  # self-attention of the encoder from the mask
     encoder: str = ENCODER
-    opset: int | None = None
-    portable: bool = True
+    opset: int | None = None  # None if the export chooses it
+    portable: bool = True  # whether other runtimes than ONNX Runtime can run it
     passes: tuple[Callable[[ir.Model], None], ...] = ()
 
 

@@ -55,8 +55,7 @@ def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
 class ContribCache(TracedCache):
     """The buffers of the static variant, written by the attention operator.
 
-    `GroupQueryAttention` has no PyTorch equivalent, so this cache works only in a trace. It is always causal and has no
-    mask and no `update`.
+    It works only in a trace, is always causal, and has no mask and no `update`.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class ContribCache(TracedCache):
         last_position: Tensor,
         total_length: Tensor,
     ) -> None:
-        """Begin a step: `past` are the buffers, [rows, kv_heads, capacity, head_dim].
+        """Begin a step on the buffers `past`.
 
         `positions`, int64 [rows, target_len], and `last_position`, int32 [rows], are those of the new tokens.
         `total_length`, int32 [1], counts the tokens in the cache after the step.
@@ -161,12 +160,9 @@ def _attention(
     *,
     scales_query: bool = False,
 ) -> Tensor:
-    """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask`.
-
-    With `scales_query`, the operator can use a kernel that is up to twice as fast in a decode step.
-    """
+    """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask`."""
     packed = _by_rows(query, mask)
-    if scales_query and scale != 1:
+    if scales_query and scale != 1:  # the operator can then use a kernel that is up to twice as fast in a decode step
         packed, scale = packed * scale, 1.0
     context = torch.onnx.ops.symbolic(
         f"{_DOMAIN}::MultiHeadAttention",
@@ -180,10 +176,8 @@ def _attention(
 
 
 def _by_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """View `x` [rows · len, heads, width] as [rows, len, heads · width].
-
-    `rows` has the first axis of the result. PyTorch would compute `len` with about six operators; ONNX accepts -1.
-    """
+    """View `x` [rows · len, heads, width] as [rows, len, heads · width]."""
+    # PyTorch would compute `len` with about six operators; ONNX accepts -1.
     operator, long = torch.onnx.ops.symbolic, torch.int64
     width = x.shape[1] * x.shape[2]
     count = operator("Shape", (rows,), {"start": 0, "end": 1}, dtype=long, shape=(1,), version=18)

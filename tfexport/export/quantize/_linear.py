@@ -49,14 +49,12 @@ def linear_maps(graph: ir.Graph) -> Iterator[LinearMap]:
 
 
 def only_linear(graphs: Iterable[ir.Graph]) -> dict[Span, int]:
-    """Find the matrices that only linear maps read; return their output axes.
-
-    The output projection is excluded, because it decides between close logits and is often also the embedding.
-    """
+    """Find the matrices that only linear maps read; return their output axes."""
     axes: dict[Span, set[int | None]] = defaultdict(set)
     for graph in graphs:
         maps: Counter[ir.Value] = Counter()
         for found in linear_maps(graph):
+            # The output projection is excluded: it decides between close logits, and is often also the embedding.
             axes[span(found.weight)].add(None if found.is_projection else found.outputs)
             maps[found.weight] += 1
         for weight in external_weights(graph):

@@ -31,11 +31,8 @@ class Rounded(NamedTuple):
 
 
 def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rounded:
-    """Round to nearest; the largest weight of each group becomes the largest value.
-
-    `outputs` is the axis of the outputs. If `BLOCK` does not divide the inputs, int4 becomes int8.
-    """
-    inputs = 1 - outputs
+    """Round to nearest; int4 becomes int8 if `BLOCK` does not divide the inputs."""
+    inputs = 1 - outputs  # the other axis
     length = matrix.shape[inputs]
     if weights == "int4" and length % BLOCK:
         weights = "int8"

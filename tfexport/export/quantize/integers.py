@@ -62,9 +62,7 @@ def write_integer_graphs(
 ) -> dict[str, GraphEntry]:
     """Read the fp32 graphs in `source`; write graphs with 8 or 4 bits to `directory`.
 
-    The output projection and the embeddings always have 8 bits, because models/dates needs them. Norms, biases,
-    position tables, matrices below 4096 weights and scaled Gemms do not change, and neither do inputs and outputs.
-    `reorder` is for GPUs and is skipped.
+    The output projection and the embeddings always have 8 bits, because models/dates needs them.
     """
     graphs = {name: entry for name, entry in graphs.items() if name != REORDER}
     models = {name: graph_file.load_graph(source / entry.file) for name, entry in graphs.items()}

@@ -38,8 +38,7 @@ def quantize_graphs(
 ) -> dict[str, GraphEntry]:
     """Write the graphs in `source` with narrower matrices to `directory`.
 
-    A weight that several graphs share is stored once. If 64 does not divide the inputs of a matrix, int4 becomes int8.
-    Inputs and outputs do not change; the opset becomes at least 19, or 21 for int4.
+    If 64 does not divide the inputs of a matrix, int4 becomes int8. The opset becomes at least 19, or 21 for int4.
     """
     models = {name: _load(source / entry.file, FORMATS[weights].qdq_opset) for name, entry in graphs.items()}
     bodies = [model.graph for model in models.values()]
