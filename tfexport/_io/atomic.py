@@ -148,10 +148,10 @@ def temporary(target: Path) -> Iterator[Path]:
 
 
 def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
-    """Move a finished `temporary` directory to `target`, which is locked.
+    """Flush a finished `temporary` directory and move it to `target`, which is locked.
 
-    Everything is flushed to disk before a name changes. `check` is called with the path to which the former `target`
-    was renamed, and raises if it must not be deleted. After an error the former `target` is back.
+    `check` gets the path to which the former `target` was renamed, and raises if it must not be deleted. After an error
+    the former `target` is back.
     """
     for folder, _, names in os.walk(path):
         for name in names:

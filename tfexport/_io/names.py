@@ -30,15 +30,12 @@ ENGINE_SIGNATURE = "engine.json.sig"
 
 
 def checked_path(value: object, name: str) -> Path:
-    """Return a caller's path, which need not exist.
-
-    Raises ConfigError if it has a null character or is not UTF-8, which ONNX Runtime needs.
-    """
+    """Return a caller's path; raise ConfigError unless it is valid UTF-8 without null."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(text, str):
         raise ConfigError(f"{name} is {shortened(value)}, expected a path as text")
     try:
-        text.encode()
+        text.encode()  # ONNX Runtime needs UTF-8
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name} is {shortened(text)}, which is not valid UTF-8; rename the folder") from error
     if "\0" in text:

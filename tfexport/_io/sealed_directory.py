@@ -38,10 +38,7 @@ class FileEntry(Config, subject="file"):
 
 
 def read_manifest(folder: Path, name: str) -> bytes:
-    """Read a manifest, without following links.
-
-    Its BundleError has no subject and no remedy.
-    """
+    """Read a manifest, without following links."""
     try:
         status = os.lstat(folder / name)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -58,13 +55,10 @@ def file_problems(
     files: Mapping[str, FileEntry],
     manifest: str,
     *,
-    unread: Collection[str] = (),
-    without: str | None = None,
+    unread: Collection[str] = (),  # only their size is compared
+    without: str | None = None,  # a subdirectory
 ) -> list[str]:
-    """List files that are missing, changed, not in the manifest or not plain files.
-
-    Only the size of `unread` files is compared. The subdirectory `without` is skipped.
-    """
+    """List files that are missing, changed, not in the manifest or not plain files."""
     signature = manifest + SIGNATURE_SUFFIX
     problems = []
     found = set()
@@ -137,10 +131,9 @@ def walk(folder: Path, *, without: str | None = None) -> Iterator[tuple[str, os.
 def written(
     target: Path, what: str, check: Callable[[Path], object], *, remedy: str = "choose another output"
 ) -> Iterator[Path]:
-    """Yield an empty directory, which becomes `target` at the end.
+    """Yield an empty directory, which becomes `target`, called `what` in errors.
 
-    `check` raises if a folder may not be replaced. It is called with the target before the block runs, and with the
-    path to which the target was moved, just before it is deleted. `what` is the target's name in errors.
+    `check` raises if a folder may not be replaced. It gets the target, and then the path to which it was moved.
     """
     with ExitStack() as stack:
         with write_errors(what, remedy=remedy):
@@ -158,10 +151,7 @@ def written(
 
 @contextmanager
 def write_errors(what: str, within: Path | None = None, remedy: str = "choose another output") -> Iterator[None]:
-    """Convert OSErrors of writing to BundleError.
-
-    With `within`, only errors about this directory, errors without a file name and a full disk are converted.
-    """
+    """Convert OSErrors of writing, or with `within` those it concerns, to BundleError."""
     try:
         yield
     except OSError as error:

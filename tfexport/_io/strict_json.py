@@ -74,10 +74,7 @@ def plain_problem(path: Path) -> str | None:
 
 
 def read_json(path: Path, name: str) -> Any:
-    """Read a configuration file of at most 1 MiB as `parse_json` does.
-
-    The ConfigError of whatever is wrong begins with `name`.
-    """
+    """Read a file of at most 1 MiB as `parse_json`; a ConfigError begins with `name`."""
     if problem := plain_problem(path):
         raise ConfigError(f"{name}: {problem}; a model directory has config.json and model.safetensors")
     if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -113,10 +110,7 @@ def seal(data: dict[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
-    """Read an object that `seal` wrote; `read` converts it, without its hash.
-
-    The BundleError of whatever is wrong has `name` and ends with `remedy`.
-    """
+    """Read an object that `seal` wrote; `read` converts it, without its hash."""
     data = parse(raw, name, remedy)
     version = data.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

@@ -384,10 +384,7 @@ class Model:
         return check_sources(self.session, "encode", values)
 
     def close(self) -> None:
-        """Free the backend's memory and return it to the operating system.
-
-        The model cannot be used afterwards.
-        """
+        """Free the backend's memory; the model cannot be used afterwards."""
         self.session.close()
         # Without `malloc_trim` of glibc, a process that loads and closes `paper-base` repeatedly keeps 296 MB, not 30.
         library = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -15,12 +15,8 @@ from tfexport.nn.switches import QkNorm
 class MultiHeadAttention(nn.Module):
     """Multi-head attention; several query heads may share keys and values.
 
-    See "Attention is all you need", §3.2.2. Tokens share one axis, [rows · len, d_model], so every projection is one
-    matrix product. The cache given to each call stores keys and values and computes the attention.
-
-    `d_k` and `d_v` are the widths of one head. `scale` None means 1/sqrt(d_k), `num_kv_heads` None means `num_heads`,
-    and `softcap` 0 means no limit of the scores. `norms` are those of queries and keys; `qk_norm` selects whether they
-    apply to each head or to all heads together.
+    See "Attention is all you need", §3.2.2. Tokens share one axis, [rows · len, d_model]. `d_k` and `d_v` are the
+    widths of one head. The cache given to each call stores keys and values and computes the attention.
     """
 
     def __init__(

@@ -30,19 +30,11 @@ class KeyValue:
 
 
 class SelfAttention:
-    """Self-attention of all layers in one pass.
+    """Self-attention of all layers; subclasses replace `update`, or all of `attend`."""
 
-    Subclasses store keys and values in `update`, or replace `attend`.
-
-    Attributes:
-        rows: of the pass.
-        mask: bool, True = attend; [rows, keys], or [rows or 1, 1, len, keys].
-        dropout: probability of dropping an attention weight in training.
-    """
-
-    rows: int
-    mask: Tensor
-    dropout: float = 0.0
+    rows: int  # of the pass
+    mask: Tensor  # bool, True = attend; [rows, keys], or [rows or 1, 1, len, keys]
+    dropout: float = 0.0  # probability of dropping an attention weight in training
 
     def attend(
         self,
@@ -115,16 +107,10 @@ class Cross:
 
 
 class Cache(SelfAttention):
-    """Self-attention of a decoder: past tokens and the new tokens of one pass.
+    """Self-attention of a decoder: past tokens and the new tokens of one pass."""
 
-    Attributes:
-        positions: of every new token, int64 [rows or 1, target_len].
-        key_len: number of keys, at positions 0, 1, …, that a bias has to cover.
-        mask: the causal mask, bool [rows or 1, 1, target_len, key_len].
-    """
-
-    positions: Tensor
-    key_len: int
+    positions: Tensor  # of every new token, int64 [rows or 1, target_len]
+    key_len: int  # number of keys, at positions 0, 1, …, that a bias has to cover
 
     def _begin(self, rows: int, positions: Tensor, key_len: int) -> None:
         self.rows, self.positions, self.key_len = rows, positions, key_len
@@ -151,9 +137,7 @@ class ConcatCache(Cache):
 class RowCache(Cache):
     """Buffers of fixed capacity, written in place at each row's own position.
 
-    Attributes:
-        buffers: one `KeyValue` per layer, [rows, kv_heads, capacity, …]. Values after a row's tokens have weight 0 and
-            may be any finite number; fill new buffers with 0, because 0 · NaN is NaN.
+    Fill new `buffers`, one per layer, with 0: values after a row's tokens have weight 0, but 0 · NaN is NaN.
     """
 
     def __init__(self, buffers: Sequence[KeyValue], target_ids: Tensor, lengths: Tensor) -> None:
@@ -194,10 +178,8 @@ def dot_product_attention(
 ) -> Tensor:
     """Compute softmax(QKᵀ · scale + bias) V, with the softmax in float32 or wider.
 
-    See "Attention is all you need", §3.2.1. `query` is [rows, heads, target_len, head_dim], and `key` and `value` are
-    [rows, kv_heads, len, …]; kv_heads divides heads. `mask` (bool, True = attend) and `bias` are broadcast to [rows,
-    heads, target_len, len]. `softcap` limits the scores to softcap · tanh(scores / softcap) before the bias; 0 for no
-    limit. The result is [rows, heads, target_len, value_dim].
+    `mask` (bool, True = attend) and `bias` are broadcast to the scores [rows, heads, target_len, len]. `softcap` limits
+    the scores to softcap · tanh(scores / softcap) before the bias; 0 for no limit.
     """
     weights = attention_weights(query, key, mask, bias, scale=scale, softcap=softcap)
     weights = F.dropout(weights, dropout, training=dropout > 0)

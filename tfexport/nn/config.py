@@ -49,10 +49,7 @@ class StackConfig(Config, subject="stack"):
 
 
 class TransformerConfig(Config, subject="model"):
-    """The canonical transformer: sizes and switches.
-
-    `decoder` is None for an encoder-only model.
-    """
+    """The canonical transformer: sizes and switches; `decoder` None for encoder-only."""
 
     d_model: Size
     source_vocab: Size

@@ -46,10 +46,9 @@ _FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, GENERATION, 
 
 
 def load_model(path: Path | str) -> Transformer:
-    """Read a model directory, without unpickling anything.
+    """Read a model directory, without unpickling, into a float32 model in eval mode.
 
-    Returns the model in eval mode, float32, on the CPU. If a writer was killed while replacing the directory, the
-    previous one is restored. Errors list everything that is missing, damaged or does not fit.
+    If a writer was killed while replacing the directory, the previous one is restored. Errors list every problem.
     """
     directory = checked_path(path, "model")
     try:

@@ -93,10 +93,10 @@ class AlignedCross(Cross):
 def align(
     model: EncoderDecoder, selected: AlignmentHeads, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor
 ) -> Tensor:
-    """Return the attention of the tokens of whole targets to the source.
+    """Return the attention of whole targets to the source.
 
-    `selected` is a result of `AlignmentHeads.within`; `target_ids` has the start token first. The result is float32
-    [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.
+    `selected` is a result of `AlignmentHeads.within`. The weights are float32 [batch, target_len, source_len]; a row
+    sums to 1 and is 0 at padding.
     """
     cross = AlignedCross(model.encode(source_ids, Source(source_mask)), source_mask, selected)
     # Self-attention has the same heads and widths as cross-attention, so an empty slice of it is an empty past.

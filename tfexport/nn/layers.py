@@ -27,8 +27,6 @@ class LayerNorm(nn.Module):
     layernorm: (x - mean) / sqrt(biased variance + eps).
     std: (x - mean) / (unbiased standard deviation + eps).
     rms: x / sqrt(mean of squares + eps), no bias.
-
-    Gain `weight` and optional `bias` are [width]; a width of None means d_model.
     """
 
     def __init__(self, config: TransformerConfig, width: int | None = None) -> None:

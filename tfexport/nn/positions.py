@@ -13,10 +13,7 @@ from tfexport.nn.switches import RotaryPairs, RotaryScaling
 
 
 def sinusoid_table(length: int, d_model: int) -> Tensor:
-    """Build the float32 position table of "Attention is all you need", §3.5.
-
-    Sines are in even columns, cosines in odd columns; computed in float64.
-    """
+    """Build the position table of "Attention is all you need", §3.5."""
     position = torch.arange(length, dtype=torch.float64)[:, None]
     column = torch.arange(0, d_model, 2, dtype=torch.float64)
     angle = position * torch.exp(column * (-math.log(10000.0) / d_model))
@@ -29,8 +26,7 @@ def sinusoid_table(length: int, d_model: int) -> Tensor:
 class RelativeBias(nn.Module):
     """A learned bias per head and bucket of distance (T5, arXiv:1910.10683, §2.1).
 
-    Half of the buckets are exact distances, the others grow logarithmically up to `max_distance`. The encoder uses half
-    of all buckets for each direction. The table `weight` is [buckets, heads].
+    Half of the buckets are exact distances, the others grow logarithmically up to `max_distance`.
     """
 
     def __init__(self, buckets: int, max_distance: int, num_heads: int, *, bidirectional: bool) -> None:
@@ -43,15 +39,11 @@ class RelativeBias(nn.Module):
         return F.embedding(bucket, self.weight).permute(0, 3, 1, 2)
 
     def bucket(self, positions: Tensor, key_len: int) -> Tensor:
-        """Return the bucket of the distance from every query to every key.
-
-        Queries are at `positions`, int64 [rows or 1, target_len], and keys at 0, 1, …. The result is int64 [rows or 1,
-        target_len, key_len].
-        """
+        """Return the bucket of the distance from `positions` to every key at 0, 1, …."""
         distance = torch.arange(key_len, device=positions.device) - positions[:, :, None]
         buckets, offset = self.buckets, torch.zeros_like(distance)
         if self.bidirectional:
-            buckets //= 2
+            buckets //= 2  # half of them for each direction
             offset = (distance > 0).long() * buckets
             distance = distance.abs()
         else:
@@ -65,15 +57,11 @@ class RelativeBias(nn.Module):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of the tokens of one pass.
+    """Rotation of the tokens of one pass."""
 
-    `cos` and `sin` are [rows · len, 1, head_dim]; `sin` is negative for the first column of a pair. `partners` is the
-    other column of each pair, int64 [head_dim].
-    """
-
-    cos: Tensor
-    sin: Tensor
-    partners: Tensor
+    cos: Tensor  # [rows · len, 1, head_dim]
+    sin: Tensor  # negative for the first column of a pair
+    partners: Tensor  # the other column of each pair, int64 [head_dim]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate queries or keys [rows · len, heads, head_dim]."""
@@ -87,9 +75,8 @@ UNSCALED: Scaling = "none", 1.0, 1
 class Rotary:
     """Rotary positions (RoFormer, arXiv:2104.09864), without parameters.
 
-    Pairs of columns are rotated by position · frequency. A pair is columns 2i and 2i + 1, or column i of each half.
-    Columns after the first `dim` of a head do not change. Scaling is that of transformers, with low_freq_factor 1 and
-    high_freq_factor 4.
+    Pairs among the first `dim` columns of a head are rotated by position · frequency. Scaling is that of transformers,
+    with low_freq_factor 1 and high_freq_factor 4.
     """
 
     def __init__(self, base: float, dim: int, head_dim: int, pairs: RotaryPairs, scaling: Scaling = UNSCALED) -> None:

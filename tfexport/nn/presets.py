@@ -129,9 +129,8 @@ def preset(name: str) -> TransformerConfig:
 def build_preset(name: str, seed: int = 0) -> Transformer:
     """Build a named model with random weights that are equal on every machine.
 
-    Embeddings have variance 1 after scaling, and logits a standard deviation of about 3. Gains and biases differ from 1
-    and 0, so that omitting one changes the result. Greedy outputs depend on the source and rarely repeat themselves.
-    The model is in eval mode, float32; torch's own random state does not change.
+    Logits have a standard deviation of about 3, and gains and biases differ from 1 and 0, so that omitting one changes
+    the result. Greedy outputs depend on the source and rarely repeat themselves.
     """
     config = preset(name)
     model = Transformer.unfilled(config)

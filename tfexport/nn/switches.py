@@ -28,26 +28,19 @@ RotaryScaling = Literal["none", "linear", "llama3"]
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A setting in which implementations differ.
+    """A setting in which implementations differ."""
 
-    Attributes:
-        values: allowed names, the most common first, or the type of other values. Numbers may be written as arithmetic
-            in d_model, num_heads and d_k.
-        acts: the part of the model that it affects.
-        default: if a layout does not give it; None if a layout has to.
-        per_side: whether encoder and decoder may differ.
-        search: values that an import tries, the most common first; empty if tensor names and shapes determine it.
-        where: another switch and its values; with other values of that switch, this one has no effect.
-        rare: whether an import tries it only after everything else is found.
-    """
-
-    values: tuple[str, ...] | type
-    acts: Place
-    default: Value = None
-    per_side: bool = False
-    search: tuple[Value, ...] = ()
-    where: tuple[str, tuple[Value, ...]] | None = None
-    rare: bool = False
+    values: tuple[str, ...] | type  # names, the most common first; numbers may be arithmetic in d_model, num_heads, d_k
+    acts: Place  # the part of the model that it affects
+    default: Value = None  # if a layout does not give it; None if a layout has to
+    per_side: bool = False  # whether encoder and decoder may differ
+    search: tuple[
+        Value, ...
+    ] = ()  # that an import tries, the most common first; empty if names and shapes determine it
+    where: tuple[str, tuple[Value, ...]] | None = (
+        None  # another switch and its values with which this one has an effect
+    )
+    rare: bool = False  # whether an import tries it only after everything else is found
 
 
 _ROTARY = ("positions", ("rotary",))

@@ -158,13 +158,8 @@ class Transformer(nn.Module):
     def forward(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
         """Compute the logits of every target position at once, as in training.
 
-        Args:
-            source_ids: int64 [batch, source_len].
-            source_mask: bool [batch, source_len], True = token, False = padding.
-            target_ids: the start token, the labels and padding, int64 [batch, target_len].
-
-        Returns:
-            Logits, float32 or wider, [batch, target_len, target_vocab].
+        `source_ids` and `source_mask` (True = token) are [batch, source_len]. `target_ids` [batch, target_len] are the
+        start token, the labels and padding. Logits are float32 or wider, [batch, target_len, target_vocab].
         """
         dropout = self.attention_dropout if self.training else 0.0
         cross = self.encode(source_ids, Source(source_mask, dropout=dropout))
@@ -192,11 +187,7 @@ class Transformer(nn.Module):
         return [block.cross.key_value(x, batch, rotation) for block in self._decoder.blocks]
 
     def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
-        """Return the logits of the last position, float32 or wider [rows, target_vocab].
-
-        `target_ids` is int64 [rows, target_len], rows = batch · beams. `cache` has the past and receives the new keys
-        and values.
-        """
+        """Return the logits of the last position, float32 or wider [rows, target_vocab]."""
         hidden = self._decode(target_ids, cross, cache)
         return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])  # type: ignore[no-untyped-call]
 
@@ -208,11 +199,7 @@ class Transformer(nn.Module):
         return ConcatCache([past] * len(self._decoder.layers), target_ids, dropout=dropout)
 
     def shorten(self, max_source_length: int | None, max_target_length: int | None) -> None:
-        """Limit the lengths and cut the position tables; None keeps a length.
-
-        Raises:
-            ConfigError: lists every length that the model does not support.
-        """
+        """Limit the lengths and cut the position tables; None keeps a length."""
         lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
         limits: dict[str, Any] = {name: length for name, length in lengths.items() if length is not None}
         problems = []
@@ -221,9 +208,8 @@ class Transformer(nn.Module):
             if most is None:
                 problems.append(f"{name} is {length}, but the model has no decoder; leave it out")
             elif length > most and self.config.positions == "table":
-                problems.append(
-                    f"{name} is {length}, above the model's position table of {most}; ask for {most} or less"
-                )
+                table = f"the model's position table of {most}"
+                problems.append(f"{name} is {length}, above {table}; ask for {most} or less")
         raise_all(ConfigError, "export", problems)
         self.config = dataclasses.replace(self.config, **limits)
         for stack, rows in ((self.enc, self.config.max_source_length), (self.dec, self.config.max_target_length)):
@@ -321,10 +307,8 @@ def _relative_bias(config: TransformerConfig, side: Side) -> RelativeBias:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Create modules on the device "meta" without drawing initial values.
-
-    Drawing has no effect there, but a normal distribution makes PyTorch load its compiler, which takes seconds.
-    """
+    """Create modules on the device "meta" without drawing initial values."""
+    # Drawing has no effect there, but a normal distribution makes PyTorch load its compiler, which takes seconds.
     with torch.device("meta"), _NoInitialValues():
         yield
 

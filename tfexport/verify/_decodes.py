@@ -112,19 +112,17 @@ def compare_decodes(
 ) -> Decodes:
     """Count equal, tied and different decodes.
 
-    A difference is a tie if the eager model produces the same tokens with its logits perturbed by twice the error of
-    the stage's logits.
+    In a tie, the eager model gives the same tokens with logits perturbed by twice the stage's error.
     """
     pairs = [(left.token_ids, right.token_ids) for left, right in zip(expected, got, strict=True)]
     differing = [number for number, (left, right) in enumerate(pairs) if left != right]
-    perturbed = _perturbed(eager, 2 * stage.noise)
-    tied = {
-        number
-        for number in differing
-        if _may_decode_to(
-            perturbed, sources[number], pairs[number][1], num_beams, None if prefixes is None else prefixes[number]
-        )
-    }
+    perturbed, tied = _perturbed(eager, 2 * stage.noise), set()
+    for number in differing:
+        same = [sources[number]] * _PERTURBATIONS
+        same_prefix = None if prefixes is None else [prefixes[number]] * _PERTURBATIONS
+        found = decode_best(perturbed, same, num_beams, _PERTURBATIONS, same_prefix)
+        if any(best.token_ids == pairs[number][1] for best in found):
+            tied.add(number)
     first = None
     if shown := [number for number in differing if number not in tied] or differing:
         left, right = pairs[shown[0]]
@@ -156,9 +154,8 @@ def measure_divergence(
 def recorded_texts(stage: Stage, tokenizer: Tokenizer, eager: Session) -> Decodes:
     """Decode the recorded texts and compare them with the user's own code.
 
-    If a text has no recorded target ids, only its source ids are compared. A different token is a tie if the eager
-    model's log-probabilities of both tokens are equal within the error of the stage's logits, because the original may
-    have computed in float64.
+    A different token is a tie if the eager model's log-probabilities of both tokens are equal within the error of the
+    stage's logits, because the original may have computed in float64.
     """
     samples = tokenizer.text.samples
     results = [_decoded(stage.session, tokenizer, sample) for sample in samples]
@@ -193,15 +190,6 @@ def _compared(
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     return next(i for i, (a, b) in enumerate(zip_longest(left, right)) if a != b)
-
-
-def _may_decode_to(
-    perturbed: Session, source: Sequence[int], tokens: Tokens, num_beams: int, prefix: Sequence[int] | None
-) -> bool:
-    count = _PERTURBATIONS
-    prefixes = None if prefix is None else [prefix] * count
-    found = decode_best(perturbed, [source] * count, num_beams, count, prefixes)
-    return any(best.token_ids == tokens for best in found)
 
 
 def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, *, is_greedy: bool) -> float:

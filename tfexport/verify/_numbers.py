@@ -78,10 +78,8 @@ def long_batches(spec: ModelSpec, rng: np.random.Generator) -> list[Batch]:
 def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
     """Feed the target to a session: a prefix with the sources, then token by token.
 
-    If the session returns fewer candidates than the vocabulary has tokens, the other logits are at most its last
-    candidate's. They count as `expected`, or as the last candidate's if that is less.
-
-    Returns [batch, target_len - prefill + 1, vocab], the logits after the prefix and after each later token.
+    Return the logits after the prefix and each later token, [batch, target_len - prefill + 1, vocab]. Those that are
+    not among the session's candidates count as `expected`, or as the last candidate's if that is less.
     """
     running, steps, vocab = session.batch(), [], session.spec.vocab
     num_candidates = min(session.limits.candidates.most or vocab, vocab)
