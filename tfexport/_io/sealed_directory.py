@@ -151,7 +151,7 @@ def written(
 
 @contextmanager
 def write_errors(what: str, within: Path | None = None, remedy: str = "choose another output") -> Iterator[None]:
-    """Convert OSErrors of writing, or with `within` those it concerns, to BundleError."""
+    """Convert OSErrors of writing to BundleError; with `within` only those about it."""
     try:
         yield
     except OSError as error:

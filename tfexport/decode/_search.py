@@ -66,7 +66,8 @@ class Search(ABC):
     def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
         """Extend the rows, given at least `num_candidates` candidates of each.
 
-        Return the row that each row continues, or None if it is itself, and the outcomes by place, to be removed.
+        Return the row that each row continues, int64 [rows], or None if every row continues itself; and the outcomes of
+        the finished sources by place, which the caller has to remove.
         """
 
     def steps_ahead(self) -> int:

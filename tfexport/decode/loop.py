@@ -93,7 +93,10 @@ class Loop:
                 self._admit(self._running[width], waiting)
 
     def step(self, most: int | None = None) -> list[Update]:
-        """Take a step of every batch, or at most `most` that give the same result."""
+        """Admit waiting requests, take a step of every batch, and return what is new.
+
+        Several steps are taken at once, at most `most`, if the result is the same.
+        """
         updates, self._answered = self._answered, []
         self.admit()
         for running in self._running.values():

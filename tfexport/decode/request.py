@@ -245,11 +245,8 @@ def _target_problems(
         problems.append("the target is empty, expected one token or more")
     room = _room(spec, prefix_len)
     if length > room:
-        got = (
-            f"{length} tokens"
-            + f" after a prefix of {prefix_len}" * bool(prefix_len)
-            + " including the end token" * is_ended
-        )
+        after = f" after a prefix of {prefix_len}" if prefix_len else ""
+        got = f"{length} tokens{after}{' including the end token' if is_ended else ''}"
         more = limits.target_length.for_more(prefix_len + length)
         problems.append(f"the target has {got}, the limit is {room}; shorten it{more}")
     return problems

@@ -18,7 +18,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: TextOf) -> int | None:
-    """Return the end, in the text, of the stop string that the last token completed."""
+    """Return the end of the earliest stop string that the last token has completed."""
     after = text_of(token_ids)
     if not any(string in after for string in strings):  # almost always, so skip decoding the text before
         return None
@@ -66,7 +66,7 @@ class Stops:
 
 
 class Pieces:
-    """Decode a text whose tokens, after `prefix_len` of a prefix, arrive one by one."""
+    """Decode a text whose tokens arrive one by one, the first `prefix_len` a prefix."""
 
     def __init__(self, text_of: TextOf, prefix_len: int = 0, strings: Sequence[str] = ()) -> None:
         self._text_of, self._prefix_len, self._strings = text_of, prefix_len, strings

@@ -180,7 +180,7 @@ def append_selection(model: ir.Model) -> None:
 
 
 def keep_logits(model: ir.Model) -> None:
-    """Add an input, the number of positions with logits [rows · number, vocab]."""
+    """Add the input `logits_to_keep`, the number of positions with logits."""
     graph = model.graph
     found = [node for node in _ancestors(graph.outputs[0]) if _takes_last_position(node)]
     if len(found) != 1:
@@ -245,7 +245,10 @@ def separate_lookups(model: ir.Model) -> None:
 
 
 def fix_capacity(path: Path, capacity: int) -> bytes:
-    """Replace the dimension `capacity` by a number, which TensorRT's caches need."""
+    """Replace the dimension `capacity` by a number, for TensorRT's in-place caches.
+
+    The weights stay in their file, so parse the returned model with `path`.
+    """
     model = load_graph(path)
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
     buffers = [(value, list(value.shape)) for value in values if value.shape and _CAPACITY in list(value.shape)]

@@ -38,28 +38,18 @@ class SelfAttention:
 
     def attend(
         self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None = None,
+        layer: int,  # from 0; called once for each layer, in order
+        query: Tensor,  # of the new tokens, [rows · len, heads, head_dim]
+        key: Tensor,  # [rows · len, kv_heads, head_dim]; kv_heads divides heads
+        value: Tensor,  # [rows · len, kv_heads, value_dim]
+        bias: Tensor | None = None,  # added to the scores, [rows or 1, heads, len, keys]
         *,
-        scale: float,
-        softcap: float = 0.0,
+        scale: float,  # factor on the scores
+        softcap: float = 0.0,  # limit of the scores, see `dot_product_attention`
     ) -> Tensor:
         """Store a layer's new keys and values, and attend to all tokens that are visible.
 
-        Args:
-            layer: from 0; called once for each layer, in order.
-            query: of the new tokens, [rows · len, heads, head_dim].
-            key: [rows · len, kv_heads, head_dim]; kv_heads divides heads.
-            value: [rows · len, kv_heads, value_dim].
-            bias: added to the scores, [rows or 1, heads, len, keys].
-            scale: factor on the scores.
-            softcap: limit of the scores, see `dot_product_attention`.
-
-        Returns:
-            The context of every new token, with its heads concatenated, [rows · len, heads · value_dim].
+        The context of each new token has its heads concatenated, [rows · len, heads · value_dim].
         """
         query, key, value = (split_rows(part, self.rows) for part in (query, key, value))
         stored = self.update(layer, KeyValue(key, value))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tfexport.contract import AlignmentHeads
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, attention_weights, split_rows
 
+# Returns logits [batch, target_len, vocab], or without a decoder states [batch, source_len, d_model].
 Reference = Callable[..., Tensor]
 Generate = Callable[[list[int], int], Sequence[int]]
 
@@ -26,18 +27,12 @@ def at_once(module: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Te
 
 @dataclass(frozen=True)
 class EagerModel:
-    """A module to export, and a function that computes all its positions at once.
+    """A module to export, and a function that computes all its positions at once."""
 
-    `module` is an `EncoderDecoder`, or an encoder-only module with `hidden_states`; float32, in eval mode. `reference`
-    takes it, source_ids, source_mask (True = token) and target_ids, and returns logits [batch, target_len, vocab].
-    For an encoder-only module there are no target_ids, and the result is states [batch, source_len, d_model].
-    `generate` calls the author's own greedy loop with source ids and a limit. `author` is that of `proof_of`.
-    """
-
-    module: nn.Module
-    reference: Reference = at_once
-    generate: Generate | None = None
-    author: str | None = None
+    module: nn.Module  # an `EncoderDecoder`, or encoder-only with `hidden_states`; float32, in eval mode
+    reference: Reference = at_once  # of module, source_ids, source_mask (True = token), and target_ids for a decoder
+    generate: Generate | None = None  # the author's own greedy loop, of source ids and a limit
+    author: str | None = None  # that of `proof_of`
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Call `reference`."""

@@ -34,12 +34,8 @@ class Switch:
     acts: Place  # the part of the model that it affects
     default: Value = None  # if a layout does not give it; None if a layout has to
     per_side: bool = False  # whether encoder and decoder may differ
-    search: tuple[
-        Value, ...
-    ] = ()  # that an import tries, the most common first; empty if names and shapes determine it
-    where: tuple[str, tuple[Value, ...]] | None = (
-        None  # another switch and its values with which this one has an effect
-    )
+    search: tuple[Value, ...] = ()  # values that an import tries; empty if tensor names and shapes determine it
+    where: tuple[str, tuple[Value, ...]] | None = None  # another switch and its values with which this one acts
     rare: bool = False  # whether an import tries it only after everything else is found
 
 

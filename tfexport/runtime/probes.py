@@ -40,14 +40,10 @@ def describe_int8() -> str:
     return str(_call("tfexport.runtime.ort.int8_products", "describe_int8_products"))
 
 
-def _call(*command: str) -> Any:
+def _call(*argv: str) -> Any:
     try:
         done = subprocess.run(  # noqa: S603 - our own constant, our own interpreter
-            [sys.executable, "-P", "-c", _CALL, *command],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
+            [sys.executable, "-P", "-c", _CALL, *argv], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {TIMEOUT_S} s"

@@ -210,10 +210,7 @@ def in_order_of_id(candidates: Candidates) -> Candidates:
 
 
 def close_up(num_sources: int, removed: Ids) -> Ids:
-    """Return the old place of each source that remains, int64 [remaining sources].
-
-    The last sources, in order, fill the free places.
-    """
+    """Return the old place of each source that remains; the last ones fill free ones."""
     stays = np.ones(num_sources, np.bool_)
     stays[removed] = False
     left = num_sources - removed.size
@@ -237,8 +234,8 @@ def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]
     return ids, mask
 
 
-def all_but_last(prompts: Prompts) -> Ids:
-    """Return all tokens of prompts but their last ones, int64 [prompts, longest - 1]."""
+def prefilled(prompts: Prompts) -> Ids:
+    """Return the tokens of prompts that a prefill reads, int64 [prompts, longest - 1]."""
     # Padding repeats the last token. Its cache entries are past the end of the row, where later tokens overwrite them.
     longest = max(map(len, prompts)) - 1
     rows = [[*prompt, *[prompt[-1]] * longest][:longest] for prompt in prompts]

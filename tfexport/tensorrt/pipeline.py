@@ -43,7 +43,7 @@ class Estimate:
     limits: EngineLimits
     flags: tuple[str, ...]
     profiles: Mapping[str, tuple[Profile, ...]]
-    memory: dict[str, int]
+    memory: dict[str, int]  # at the largest shapes, computed node by node
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""

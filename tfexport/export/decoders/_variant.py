@@ -68,9 +68,8 @@ class DecoderVariant:
     """A variant of the decoder: its cache and its attention."""
 
     supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config
-    cache: Callable[
-        ..., TracedCache | ConcatCache
-    ]  # of the past, the new tokens and the variant's other inputs by name
+    # Of the past of every layer, the new tokens, and the other inputs of the variant by their names in the contract.
+    cache: Callable[..., TracedCache | ConcatCache]
     cross: Callable[[Sequence[KeyValue], Tensor], Cross] = Cross
     source: Callable[[Tensor], Source] = Source  # self-attention of the encoder from the mask
     encoder: str = ENCODER

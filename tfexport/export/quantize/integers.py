@@ -64,7 +64,7 @@ def write_integer_graphs(
 
     The output projection and the embeddings always have 8 bits, because models/dates needs them.
     """
-    graphs = {name: entry for name, entry in graphs.items() if name != REORDER}
+    graphs = {name: entry for name, entry in graphs.items() if name != REORDER}  # that is for GPUs
     models = {name: graph_file.load_graph(source / entry.file) for name, entry in graphs.items()}
     graph_file.check_weights((model.graph for model in models.values()), quantization.weights)
     encoders = [models[name].graph for name in (ENCODER, ENCODER_CONTRIB) if name in models]

@@ -14,7 +14,7 @@ from tfexport.precision import FLOAT
 from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort._cache import cache_widths
 from tfexport.runtime.ort._device import OrtGraphs, Step, host_value
-from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, all_but_last, close_up, rows_of
+from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, prefilled, rows_of
 
 
 class ConcatBatch(CheckedScoring):
@@ -43,7 +43,7 @@ class ConcatBatch(CheckedScoring):
         self._cross, self._source_mask = list(io.get_outputs()), source_mask.copy()
         shapes = [(new, spec.cache_heads, 0, width) for width in cache_widths(spec)]
         self._past = [device.empty(shape, FLOAT[spec.precision]) for shape in shapes]
-        read = all_but_last(prompts)
+        read = prefilled(prompts)
         if read.size:
             self._run(read, 1)
         self._past = self._take(self._past, np.arange(new).repeat(self.width))

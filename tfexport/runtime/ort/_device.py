@@ -48,7 +48,7 @@ class OrtDevice:
         self._config_entries = int8_session_options() if weights else {}
 
     def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
-        """Load a graph; its CPU threads, one per core by default, spin between runs."""
+        """Load a graph; its CPU threads (None: all cores) spin for `spin_us` between runs."""
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads or 0

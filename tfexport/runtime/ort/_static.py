@@ -9,7 +9,7 @@ from tfexport.contract import SOURCE_MASK
 from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, row_buffers
 from tfexport.runtime.ort._device import OrtGraphs, Step, encoder_runs
-from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, all_but_last, close_up, rows_of
+from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, prefilled, rows_of
 
 # Most bindings, for the latest numbers of rows and candidates.
 _STEPS = 8
@@ -60,6 +60,7 @@ class StaticBatch(CheckedScoring):
         remaining = close_up(self._source_lengths.size, sources)
         moved = np.flatnonzero(remaining != np.arange(remaining.size))
         if moved.size:
+            # No row is in both.
             self._cross.write(moved, self._cross, remaining[moved])
             self._caches.write(rows_of(moved, self.width), self._caches, rows_of(remaining[moved], self.width))
         self._source_lengths = self._source_lengths[remaining]
@@ -131,7 +132,7 @@ class StaticBatch(CheckedScoring):
             self._mask.update_inplace(mask)
 
     def _prefill(self, prompts: Prompts, first: int) -> RowBuffers:
-        target_ids = all_but_last(prompts)
+        target_ids = prefilled(prompts)
         caches = self._buffers(*target_ids.shape)
         step = Step(self._graphs, len(prompts), 1, target_ids.shape[1])
         self._bind(step, caches, len(prompts), len(prompts), first)

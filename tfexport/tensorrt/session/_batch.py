@@ -12,17 +12,7 @@ from numpy.typing import NDArray
 
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedBatch
-from tfexport.runtime.session import (
-    Candidates,
-    Ids,
-    Limit,
-    Limits,
-    Mask,
-    Prompts,
-    all_but_last,
-    close_up,
-    in_order_of_id,
-)
+from tfexport.runtime.session import Candidates, Ids, Limit, Limits, Mask, Prompts, close_up, in_order_of_id, prefilled
 from tfexport.tensorrt.config import decoder_plans
 from tfexport.tensorrt.session._cache import BatchLayout, bucket
 from tfexport.tensorrt.session._replica import Replica, ReplicaPool
@@ -67,7 +57,7 @@ class TrtBatch(CheckedBatch):
             weakref.finalize(self, pool.give_back, replica).atexit = False
         with replica.watched():
             replica.rearrange(before, moved, copies, self._past_len)
-            read = all_but_last(prompts).repeat(self.width, axis=0)
+            read = prefilled(prompts).repeat(self.width, axis=0)
             replica.read(after, _resized(source_ids, source_len), _by_slot(after, mask), read)
         self._layout, self._source_mask = after, mask
         lengths = np.array([len(prompt) - 1 for prompt in prompts]).repeat(self.width)

@@ -26,10 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A deserialized engine that creates contexts for any number of threads.
-
-    TensorRT-RTX compiles kernels when it first needs them; all contexts share one cache of kernels.
-    """
+    """A deserialized engine that creates contexts for any number of threads."""
 
     def __init__(
         self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kernels: KernelStore | None = None
@@ -37,7 +34,7 @@ class Engine:
         """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors."""
         self.name = name
         self._engine, self._trt, self._reason, self._store = engine, trt, reason, kernels
-        self._kernels: Any = None  # an `IRuntimeCache`, from the first context on
+        self._kernels: Any = None  # an `IRuntimeCache` that all contexts share, from the first one on
         self._lock = threading.Lock()
 
     def check(self, contract: GraphSpec, aliases: Mapping[str, str]) -> None:

@@ -218,10 +218,7 @@ class Replica:
 
 
 class ReplicaPool:
-    """The replicas of a session: one per running batch, and a few free ones.
-
-    The garbage collector may call `give_back`, so it takes no lock and does not use the device.
-    """
+    """The replicas of a session: one per running batch, and a few free ones."""
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
@@ -250,6 +247,7 @@ class ReplicaPool:
             return remaining[0]
 
     def give_back(self, replica: Replica) -> None:
+        # The garbage collector may call this, so it takes no lock and does not use the device.
         self._free.append(replica)
 
     def close(self) -> None:

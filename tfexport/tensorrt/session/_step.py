@@ -182,7 +182,10 @@ class OverlappedStep:
         self._num_used = 0  # consecutive steps whose best tokens were used
 
     def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
-        """Run a step of one token per row of `read`; start the next if it is likely used."""
+        """Run a step of one token per row; start the next one if it will likely be used.
+
+        The host reads only the rows `read`; `lengths` are 0 in all others. The result is valid until the next call.
+        """
         if not self._is_started(step, target_ids, read, lengths):
             self._wait()
             self._number = 0
