@@ -11,7 +11,7 @@ import torch
 
 from tests import tiny
 from tests.runtime.exported import LONG, Once, exported, ort_session, sources
-from tfexport.contract import REORDER
+from tfexport.contract import REORDER, TokenIds
 from tfexport.errors import BundleError
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, _DeviceBuffers, _HostBuffers
@@ -159,6 +159,18 @@ def test_buffers_grow_and_shrink_with_their_contents(static: Sessions) -> None:
     run(batch, late, rng, room=9)
     assert batch._caches.length == FIRST_CAPACITY
     assert_as_alone(other, late, 2)
+
+
+def test_prompts_need_no_pad_token_in_the_target_vocabulary(static: Sessions) -> None:
+    tokens = TokenIds(pad=tiny.VOCAB + 8, start=1, eos=2)
+    session, other = static(tiny.model(tiny.config(source_vocab=tiny.VOCAB + 9, tokens=tokens), dtype=torch.float32))
+    read = np.random.default_rng(0).integers(0, tiny.VOCAB, (3, 1))
+    texts = [Text(source, prompt, read, np.zeros_like(read)) for source, prompt in (([5, 6], [1]), ([7], [1, 5, 6]))]
+    batch = session.batch()
+    join(batch, texts)
+    for _ in read:
+        advance(batch, texts)
+    assert_as_alone(other, texts, 1)
 
 
 def test_an_older_bundle_runs_on_the_cpu_and_is_refused_on_a_gpu(once: Once) -> None:
