@@ -43,7 +43,9 @@ class IdsAndNumber(CommaList):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         """Return the ids and the number; an empty tuple for an empty value."""
-        ids, _, number = value.partition("=")
+        ids, equals, number = value.partition("=")
+        if value and not equals:
+            self.fail(f"{value!r} has no number; give it as in 3,17=-2", param, ctx)
         return value and (super().convert(ids, param, ctx), click.FLOAT.convert(number, param, ctx))
 
 

@@ -41,6 +41,8 @@ _CONVOLUTION_WORDS = frozenset(
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a config.json describes an unsupported architecture."""
+    if "model_type" not in config and "source_vocab" in config:
+        raise CheckpointError("is a model directory already; export it with tfexport onnx", subject="config.json")
     names = config.get("architectures")
     for name in names if isinstance(names, list) else []:
         for end, kind in _ARCHITECTURES.items():
