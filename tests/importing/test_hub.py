@@ -154,7 +154,7 @@ FAULTS = {
 }
 
 
-def test_what_is_wrong_is_one_line_and_a_path_comes_first(place: Path, endpoint: str) -> None:
+def test_wrong_names_are_one_line_and_paths_come_first(place: Path, endpoint: str) -> None:
     shutil.copytree(place / "hub/own/tiny", place / "own/here")
     *results, (code, _) = run(place, endpoint, {**dict.fromkeys(FAULTS, "new"), "own/here": "here"})
     for (name, problem), (status, line) in zip(FAULTS.items(), results, strict=True):
@@ -170,7 +170,7 @@ def test_the_files_of_an_import() -> None:
     assert _needed([*wanted, "model.fp16-00001-of-00002.safetensors", "a/config.json", "modeling.py"]) == wanted
 
 
-def test_without_the_extra_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError) as caught:
         import_checkpoint("own/unknown", tmp_path / "new")

@@ -152,7 +152,7 @@ def test_a_buffer_on_another_device_is_named() -> None:
     assert caught.value.problems[0].startswith("table is not float32 on the CPU")
 
 
-def test_an_encoder_alone_has_no_loop() -> None:
+def test_an_encoder_only_module_has_no_loop() -> None:
     sizes = dict.fromkeys(("vocab", "layers", "heads", "head_dim", "value_dim", "max_target_length"), 0)
     with pytest.raises(ConfigError) as caught:
         OwnModule(nn.Identity(), replace(modern.SPEC, kv_heads=None, **sizes), generate=modern.greedy)

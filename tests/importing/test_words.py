@@ -200,7 +200,7 @@ def test_a_file_for_each_side(split: str, tmp_path: Path) -> None:
     assert made.tokenizer.encode_target(target.joiner.join(known)) == [target.itos.index(token) for token in known]
 
 
-def test_what_recorded_texts_do_not_show_is_not_verified(tmp_path: Path) -> None:
+def test_splits_that_recorded_texts_do_not_show_are_unverified(tmp_path: Path) -> None:
     user = User(str.split)
     path = write(tmp_path / "dict.json", user.stoi)
     texts = [

@@ -83,7 +83,7 @@ def test_a_config_of_other_shapes_is_refused_and_names_the_weights(
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_without_transformers_a_note_says_why(
+def test_without_transformers_a_note_gives_the_reason(
     is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published.write(tmp_path / "hf", "bart-base")

@@ -570,7 +570,7 @@ def test_scales_fold_into_weights() -> None:
     assert (output(apply_layout(folded, tensors, heads=4)) - own).abs().max() < 1e-12
 
 
-def test_fitting_and_other_names_are_told_apart() -> None:
+def test_fitting_and_other_names_are_distinguished() -> None:
     assert fits_names(IDENTITY, state())
     assert not fits_names(IDENTITY, ["a", "b"])
     assert not fits_names(IDENTITY, [*state(), "more"])
