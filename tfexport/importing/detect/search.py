@@ -163,7 +163,7 @@ def not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[st
         started.write_text(render_layout(layout), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{started}: cannot be written ({error.strerror or error})") from error
-    tried = f"{search.proposals} mappings with {budget.spent:,} candidates"
+    tried = f"{search.proposals} mapping{'s' * (search.proposals != 1)} with {budget.spent:,} candidates"
     if search.is_cut:
         tried += f", the limit; raise it with --search-budget {10 * budget.limit}"
     features = "".join(f"; {sign}" for sign in signs)
