@@ -35,7 +35,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("grouped heads", "ALiBi", "parallel", "sandwich", "scaling of Llama 3.1")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_options_of_recent_models_are_found(name: str, tmp_path: Path) -> None:
     given, expected = MODELS[name]
     source = TARGET if given.get("tied") else SOURCE
