@@ -41,7 +41,7 @@ from tfexport.tensorrt.config import EngineConfig, Target
     labels={"type": CommaList(click.STRING), "multiple": False},
 )
 @click.option(
-    "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, list of tokens, or Hugging Face directory."
+    "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, vocabulary, or Hugging Face directory."
 )
 @click.option("--target-tokenizer", type=PATH, help="Tokenizer of the target, if --tokenizer is only for the source.")
 @click.option("--force", is_flag=True, help="Replace an existing model directory once the new one is complete.")

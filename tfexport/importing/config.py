@@ -21,8 +21,10 @@ class ImportConfig(Config, subject="import"):
     source_language: Annotated[str | None, Help("Language of the sources, as the tokenizer names it.")] = None
     target_language: Annotated[str | None, Help("Language of the outputs, unless a call names another.")] = None
     compare: Annotated[bool, Help("Compare a Hugging Face directory with transformers, if that is installed.")] = True
-    tokenize: Annotated[str | None, Help("Tokens: words, chars, basic_english, or a regular expression.")] = None
-    lowercase: Annotated[bool, Help("Put texts into lower case before.")] = False
+    tokenize: Annotated[
+        str | None, Help("How to split texts: words, chars, basic_english, or a regular expression of tokens.")
+    ] = None
+    lowercase: Annotated[bool, Help("Put texts into lower case before they are split.")] = False
     builtin: Annotated[bool, Help("Let auto choose a built-in layout.")] = True
     # Four times the most that any recorded model has needed.
     search_budget: Annotated[Size, Help("Most candidates that auto runs, each a mapping and values of switches.")] = (
