@@ -124,10 +124,11 @@ def same(left: str, right: str) -> bool:
 @pytest.mark.parametrize(("name", "line"), [*COMMANDS, *INLINE])
 def test_every_command_line_parses(name: str, line: str) -> None:
     words = shlex.split(line, comments=True)[1:]
-    if words[0].startswith("-"):  # of the group, such as --version
-        assert words[0] in {option for p in main.get_params(click.Context(main)) for option in p.opts}
+    group = click.Context(main, **main.context_settings)
+    if words[0].startswith("-"):  # such as --version
+        assert words[0] in {option for p in main.get_params(group) for option in p.opts}
         return
-    _, command, words = main.resolve_command(click.Context(main), words)
+    _, command, words = main.resolve_command(group, words)
     assert command is not None
     context = click.Context(command)
     given, rest, _ = command.make_parser(context).parse_args([w for w in words if "…" not in w and "..." not in w])
