@@ -70,7 +70,7 @@ def imported(folder: Path, **options: Any) -> Imported:
     return import_checkpoint(folder / "net.pt", folder / "model", ImportConfig(**options), force=True, **files)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "max", "cls", None])
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("max", marks=pytest.mark.slow), "cls", None])
 def test_a_head_is_proven_exported_and_served(pooling: str | None, tmp_path: Path) -> None:
     net, found = recorded(pooling, tmp_path), imported(tmp_path, labels=LABELS)
     assert (found.certificate.proven, found.certificate.source_tokens) == (True, LENGTH)

@@ -156,6 +156,7 @@ def test_every_model_builds_in_both_variants(rtx: Library, bundle: Bundle, model
         assert list(plans) == [ENCODER]
 
 
+@pytest.mark.slow
 def test_a_prefill_of_the_concat_variant_is_fused_in_every_layer(rtx: Library, tmp_path: Path) -> None:
     """If its profile began at one token, one of three layers would need 1.1 GB (1.7.1)."""
     config = dataclasses.replace(shallow(preset("paper-base"), 3), max_source_length=32, max_target_length=32)
