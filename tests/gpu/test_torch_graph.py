@@ -48,7 +48,7 @@ def random_source(spec: ModelSpec, batch: int, rng: np.random.Generator) -> Arra
 def random_step(
     spec: ModelSpec, variant: Variant, cross: Arrays, mask: np.ndarray, sizes: tuple[int, ...], rng: np.random.Generator
 ) -> Arrays:
-    """Draw a step: rows stand at different places in the static variant; what is behind them is anything."""
+    """Draw a step; in the static variant, rows have different lengths and random values after them."""
     batch, width, target_len, past_len, num_candidates = sizes
     rows, capacity = batch * width, spec.max_target_length
     feed: Arrays = {

@@ -206,7 +206,7 @@ def test_without_recorded_texts_special_tokens_are_reported_and_can_be_set(
 
 
 def test_a_later_checkpoint_is_not_compared_with_recorded_texts(user: User, tmp_path: Path) -> None:
-    """What the former weights said is not what the new ones say."""
+    """The recorded outputs are those of the former weights."""
     state = {name: value * 1.01 for name, value in torch.load(user.folder / "model.pt", weights_only=True).items()}
     torch.save(state, tmp_path / "later.pt")
     reference, lists = tmp_path / "older", [user.folder / f"{s}.txt" for s in ("source", "target")]

@@ -120,7 +120,7 @@ def test_other_weights_than_recorded(name: str, own: Path, tmp_path: Path) -> No
     refused(import_(folder), folder, 2, "was recorded with other weights")
 
 
-# The author's code is not what the layout says
+# The author's code differs from the layout
 
 
 class Wrong(NamedTuple):

@@ -1,4 +1,4 @@
-"""Recognize tensors of a state dict that are no weights."""
+"""Recognize tensors of a state dict that are not weights."""
 
 from __future__ import annotations
 

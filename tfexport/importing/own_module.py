@@ -95,9 +95,9 @@ class OwnModule:
     @property
     def model(self) -> EagerModel:
         """Module in eval mode, with its reference and generation loop."""
-        author = MODULE if self.spec.has_decoder else None
-        if (self.generate if self.spec.has_decoder else self.reference) is not None:
-            author = LOOP if self.spec.has_decoder else REFERENCE
+        author = REFERENCE if self.reference else None  # of an encoder-only module
+        if self.spec.has_decoder:
+            author = LOOP if self.generate else MODULE
         generate = None if self.generate is None else self._generated
         return EagerModel(self.module.eval(), self.reference or at_once, generate, author)
 

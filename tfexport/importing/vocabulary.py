@@ -42,7 +42,7 @@ _OPENNMT = re.compile(r"(.+)\t\d+"), ("<unk>", "<blank>", "<s>", "</s>")
 
 
 def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
-    """Like `read_tokenizer`; raises CheckpointError if nothing shows how to split."""
+    """Read as `read_tokenizer` does; raise CheckpointError if the split is not known."""
     found = read_tokenizer(path, spec, side)
     return found if isinstance(found, bytes) else found.build(found.ways()[0])
 

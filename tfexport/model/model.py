@@ -377,7 +377,7 @@ class Model:
     def source_ids(self, texts: Iterable[str] | Iterable[Iterable[int]]) -> list[list[int]]:
         """Return the ids of sources; raise InputError with every invalid text."""
         if self.spec.has_decoder:
-            raise InputError("encode: this bundle is not encoder-only and returns no vectors; use generate")
+            raise InputError("this bundle is not encoder-only, so it has no vectors and labels; use generate")
         values = _texts("texts", texts)
         if any(isinstance(value, str) for value in values):
             return self._need_tokenizer().encode(values)

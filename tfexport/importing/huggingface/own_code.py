@@ -134,5 +134,5 @@ def _differing_texts(comparator: Comparator, reference: ReferenceOutputs, texts:
     pad, ids = comparator.config.tokens.pad, texts[:, 1:]
     found = comparator.model(reference.source_ids, reference.source_mask, texts[:, :-1]).log_softmax(-1)
     found[..., pad] = -torch.inf
-    behind = found.amax(-1) - found.gather(-1, ids[..., None])[..., 0]
-    return int(((behind > wanted * comparator.scale) & (ids != pad)).any(1).sum())
+    margin = found.amax(-1) - found.gather(-1, ids[..., None])[..., 0]  # by which another token is better
+    return int(((margin > wanted * comparator.scale) & (ids != pad)).any(1).sum())

@@ -146,7 +146,7 @@ def _stack(
         norm_place=place,  # type: ignore[arg-type]  # the layout has checked it
         final_norm=bool(layout.switch("final_norm", side)),
         residual_scale=_number("residual_scale", layout.switch("residual_scale", side), sizes, problems),
-        parallel=layout.switch("parallel", side),  # type: ignore[arg-type]  # likewise
+        parallel=layout.switch("parallel", side),  # type: ignore[arg-type]  # the layout has checked it
         d_k=None if is_plain else d_k,
         d_v=None if is_plain else d_v,
         num_kv_heads=None if kv_heads == heads else kv_heads,

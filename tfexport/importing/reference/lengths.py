@@ -20,8 +20,6 @@ LONG = "long."  # prefix of the tensors in a reference file
 _KEPT = 4  # positions of each row whose outputs are kept
 # Words in errors about rows that are too long.
 _TOO_LONG = re.compile("length|long|size|shape|index|range|bound|dimension|position|exceed|match", re.IGNORECASE)
-# Words in errors about rows that are too long.
-_TOO_LONG = re.compile("length|long|size|shape|index|range|bound|dimension|position|exceed|match", re.IGNORECASE)
 Run = Callable[..., object]
 
 
