@@ -14,10 +14,10 @@ from torch import Tensor
 from tfexport._io.names import CONFIG
 from tfexport._io.strict_json import plain_problem
 from tfexport.errors import ConfigError, raise_all
+from tfexport.importing.bare_vocabulary import split_problem
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.layout.apply import setting_conflicts
 from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_setting, read_layout, setting_problems
-from tfexport.importing.words import split_problem
 from tfexport.nn.switches import Value
 
 _TRIED = 16  # layouts whose shapes are compared with the settings

@@ -16,9 +16,9 @@ from tfexport._io import process
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError, ConfigError, ParityError
+from tfexport.importing.bare_vocabulary import BareVocabulary, split_problem, with_rules
 from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround
 from tfexport.importing.vocabulary import Side, read_tokenizer, tokenizer_error, vocabulary_size
-from tfexport.importing.words import Words, split_problem, with_splits
 from tfexport.text.compare import check_texts, fit
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def import_text(
         parse = partial(Tokenizer.parse, sides, spec)
         return fit(lambda text: parse(text=text), recorded, user_text) if recorded else parse(text=user_text)
 
-    files, splits, unverified = with_splits(
+    files, splits, unverified = with_rules(
         read, tokenizers.tokenize, load if recorded else None, lowercase=tokenizers.lowercase
     )
     warnings = [check_coverage(files[TOKENIZER], tokenizers.source, spec, "source" if len(files) > 1 else None)]
@@ -135,7 +135,7 @@ def _check_padding(text: TextConfig, spec: ModelSpec) -> None:
         raise ParityError(f"{problem}, text {padded[0]} first; correct tokens.pad, or return ids without padding")
 
 
-def _read(path: Path, spec: ModelSpec, side: Side | None) -> dict[str, bytes | Words]:
+def _read(path: Path, spec: ModelSpec, side: Side | None) -> dict[str, bytes | BareVocabulary]:
     is_directory = path.is_dir()
     read: Any = directory_tokenizer(path, spec) if is_directory else {TOKENIZER: read_tokenizer(path, spec, side)}
     for raw in read.values():

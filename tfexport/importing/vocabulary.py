@@ -16,7 +16,7 @@ from tfexport._io.process import call_in_process
 from tfexport._io.strict_json import plain_problem
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, CheckpointError, raise_all, shortened
-from tfexport.importing.words import Words
+from tfexport.importing.bare_vocabulary import BareVocabulary
 from tfexport.text.vocabulary import BEYOND, MAX_BYTES, TRIAL_CPU_S, TRIAL_MEMORY, errors_as
 
 Side = Literal["source", "target"]
@@ -44,10 +44,10 @@ _OPENNMT = re.compile(r"(.+)\t\d+"), ("<unk>", "<blank>", "<s>", "</s>")
 def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
     """Read as `read_tokenizer` does; raise CheckpointError if the split is not known."""
     found = read_tokenizer(path, spec, side)
-    return found if isinstance(found, bytes) else found.build(found.ways()[0])
+    return found if isinstance(found, bytes) else found.build(found.candidates()[0])
 
 
-def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes | Words:
+def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes | BareVocabulary:
     """Read tokens with ids, or convert a vocabulary with rules to tokenizer.json.
 
     Tokens are in JSON, a pickle, or a list: one per line, or as fairseq or OpenNMT-py write them. If they are pieces of
@@ -59,7 +59,7 @@ def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
     with errors_as(lambda reason: tokenizer_error(path, f"cannot be read ({reason}); {remedy}")):
         if is_pickle:
             data = call_in_process("tfexport.importing._pickled:read_pickled", **limits, wall_s=600, data=raw)
-            return _words(_token_ids(data, path), path, spec, side)
+            return _bare(_token_ids(data, path), path, spec, side)
         try:
             text = raw.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError:
@@ -67,7 +67,7 @@ def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
         if _JSON.match(text):
             data = json.loads(text)
             is_whole = isinstance(data, dict) and isinstance(data.get("model"), dict)
-            return raw if is_whole else _words(_token_ids(data, path), path, spec, side)
+            return raw if is_whole else _bare(_token_ids(data, path), path, spec, side)
         if "\0" in text or "\x0e" in text:
             return _from_sentencepiece(path, spec, side).to_str(pretty=True).encode()
         return _from_list(text, path, spec, side)
@@ -124,13 +124,13 @@ def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
     return "source_vocab", spec.source_vocab
 
 
-def _words(
+def _bare(
     pairs: Sequence[tuple[str, int]],
     path: Path,
     spec: ModelSpec,
     side: Side | None,
     problems: Sequence[str] | None = None,
-) -> Words:
+) -> BareVocabulary:
     """Check tokens with ids; a list has `problems`, maybe none."""
     (name, limit), given, ids, found = vocabulary_size(spec, side), spec.tokens, dict(pairs), list(problems or ())
     tokens = {i: token for token, i in pairs}
@@ -149,10 +149,10 @@ def _words(
     split = "chars" if lengths == {1} and (not is_list or " " in ids) else "words" if is_list else None
     # If the target has ids of its own, its start and end are ordinary words of the source.
     special = tuple(token for i, token in around.items() if side != "source" or i == given.pad)
-    return Words(path, ids, unknown, special, split)
+    return BareVocabulary(path, ids, unknown, special, split)
 
 
-def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> bytes | Words:
+def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> bytes | BareVocabulary:
     tokens, before = _read_tokens(text)
     if tokens and (tokens[0].startswith("#version") or all(re.fullmatch("[^ ]+ [^ ]+", token) for token in tokens)):
         remedy = "give the directory that has its vocab.json too"
@@ -167,7 +167,7 @@ def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> byt
         problems.append(f"has pieces of words, but no codes next to it; copy them there as {_CODES[0]}")
     if has_pieces and is_fairseq and not spm.is_file():
         problems.append(f"has pieces of SentencePiece, but no model next to it; copy it there as {SPM_BPE}")
-    words = _words([(token, i) for i, token in enumerate(tokens)], path, spec, side, problems)
+    words = _bare([(token, i) for i, token in enumerate(tokens)], path, spec, side, problems)
     if not (codes or (has_pieces and spm.is_file())):
         return words
     if words.unknown is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,10 @@ _CLASSES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]", r"\w": r"[\p{L}\p{N}_]"
 _CLASSES[r"\b"] = r"(?:(?<=\w)(?!\w)|(?<!\w)(?=\w))".replace(r"\w", _CLASSES[r"\w"])
 
 
-class Way(NamedTuple):
+Load = Callable[[Mapping[str, bytes]], Tokenizer]
+
+
+class Rules(NamedTuple):
     """How texts become tokens, and tokens a text."""
 
     split: str
@@ -39,7 +43,7 @@ class Way(NamedTuple):
         return f"--tokenize {shlex.quote(self.split)}" + " --lowercase" * self.lowercase
 
 
-class Words(NamedTuple):
+class BareVocabulary(NamedTuple):
     """A vocabulary without rules; `split` is None if nothing shows it."""
 
     path: Path
@@ -48,37 +52,41 @@ class Words(NamedTuple):
     special: tuple[str, ...]
     split: str | None
 
-    def ways(self, tokenize: str | None = None, *, lowercase: bool = False, is_recorded: bool = False) -> list[Way]:
-        """Return the ways to try; raises CheckpointError if there is only a guess."""
+    def candidates(
+        self, tokenize: str | None = None, *, lowercase: bool = False, is_recorded: bool = False
+    ) -> list[Rules]:
+        """Return the rules to try; raises CheckpointError if there is only a guess."""
         if not (self.split or tokenize or is_recorded):
             problem = "has tokens and ids, and nothing that shows how to split a text"
             remedy = f"record texts, or give --tokenize {', '.join(_NAMED)} or a regular expression of the tokens"
             raise CheckpointError(problem, subject=f"tokenizer {self.path}", remedy=remedy)
         splits = [tokenize] if tokenize else sorted(_TRIED, key=lambda split: split != self.split)
         cases = (True,) if lowercase else (False,) if tokenize else (False, True)
-        ways = [Way(split, case, not re.match(_NAMED.get(split, split), " ")) for split in splits for case in cases]
-        return [way for way in ways if tokenize or lowercase or way[:2] != (_ENGLISH, True)]
+        candidates = [
+            Rules(split, case, not re.match(_NAMED.get(split, split), " ")) for split in splits for case in cases
+        ]
+        return [rules for rules in candidates if tokenize or lowercase or rules[:2] != (_ENGLISH, True)]
 
-    def build(self, way: Way) -> bytes:
+    def build(self, rules: Rules) -> bytes:
         """Return the tokenizer.json."""
         inner = Inner(models.WordLevel(dict(self.ids), unk_token=self.unknown or "<unk>"))
         # The library's lower case has no other sigma at the end of a word.
         lower = [normalizers.Replace(Regex(r"(?<=\p{L})Σ(?!\p{L})"), "ς"), normalizers.Lowercase()]
         english = [normalizers.Replace('"', ""), normalizers.Replace("<br />", " ")]
-        steps: list[Any] = [*lower * (way.lowercase or way.split == _ENGLISH), *english * (way.split == _ENGLISH)]
+        steps: list[Any] = [*lower * (rules.lowercase or rules.split == _ENGLISH), *english * (rules.split == _ENGLISH)]
         if steps:
             inner.normalizer = normalizers.Sequence(steps)
-        inner.pre_tokenizer = _splitter(way.split)
-        if not way.is_spaced:
+        inner.pre_tokenizer = _splitter(rules.split)
+        if not rules.is_spaced:
             inner.decoder = decoders.Fuse()
-        inner.add_special_tokens([*self.special, *([self.unknown] if self.unknown and way.drops_unknown else [])])
+        inner.add_special_tokens([*self.special, *([self.unknown] if self.unknown and rules.drops_unknown else [])])
         return inner.to_str(pretty=True).encode()
 
 
-def with_splits(
-    read: Mapping[str, bytes | Words],
+def with_rules(
+    read: Mapping[str, bytes | BareVocabulary],
     tokenize: str | None,
-    load: Callable[[Mapping[str, bytes]], Tokenizer] | None,
+    load: Load | None,
     *,
     lowercase: bool,
 ) -> tuple[dict[str, bytes], list[str], list[str]]:
@@ -86,29 +94,47 @@ def with_splits(
 
     `load` returns a tokenizer with these texts. Also returns notes, and what remains unverified.
     """
-    words = {name: one for name, one in read.items() if isinstance(one, Words)}
-    if not words and (tokenize or lowercase):
+    bare = {name: one for name, one in read.items() if isinstance(one, BareVocabulary)}
+    if not bare and (tokenize or lowercase):
         raise CheckpointError("the tokenizer has its own rules to split texts; leave tokenize and lowercase out")
-    ways = {n: one.ways(tokenize, lowercase=lowercase, is_recorded=bool(load)) for n, one in words.items()}
-    files = {n: one if isinstance(one, bytes) else one.build(ways[n][0]) for n, one in read.items()}
-    notes, others = [f"{one.path.name}: no token is for unknown words" for one in words.values() if not one.unknown], []
-    first: list[Way] = []
-    for name, one in words.items():
-        best = ways[name][0]
+    candidates = {n: one.candidates(tokenize, lowercase=lowercase, is_recorded=bool(load)) for n, one in bare.items()}
+    files = {n: one if isinstance(one, bytes) else one.build(candidates[n][0]) for n, one in read.items()}
+    notes = [f"{one.path.name}: no token is for unknown words" for one in bare.values() if not one.unknown]
+    others: list[str] = []
+    first: list[Rules] = []
+    for name, one in bare.items():
+        best = candidates[name][0]
         if load:
-            tried = {way: load({**files, name: one.build(way)}) for way in [*first, *ways[name]]}
-            differences = {way: unlike(tokenizer) for way, tokenizer in tried.items()}
-            best = min(tried, key=differences.__getitem__)
-            probes = [f"{sample.text}, {sample.text.upper()}'S" for sample in tried[best].text.samples]
-            shown = {way: [encoded(tried[way], text) for text in probes] for way in tried if not differences[way][0]}
-            others += [str(way) for way, ids in shown.items() if ids != shown[best] and not (tokenize or one.split)]
+            load_one = partial(_load_with, load, files, name)
+            best, files[name], also = _fitting(one, [*first, *candidates[name]], load_one)
+            others += [] if tokenize or one.split else map(str, also)
             first = [best]
-            joins = [(spaced, drops) for drops in (False, True) for spaced in (best.is_spaced, not best.is_spaced)]
-            built = {one.build(best._replace(is_spaced=spaced, drops_unknown=drops)): 0 for spaced, drops in joins}
-            files[name] = min(built, key=lambda raw: unlike(load({**files, name: raw})))
         notes.append(f"{one.path.name}: texts are split by {best}")
     problem = f"the recorded texts also fit {', '.join(others)}; record texts that differ, or give one of them"
     return files, notes, [f"how texts are split: {problem}"] if others else []
+
+
+def _load_with(load: Load, files: Mapping[str, bytes], name: str, raw: bytes) -> Tokenizer:
+    return load({**files, name: raw})
+
+
+def _fitting(
+    vocabulary: BareVocabulary, candidates: Sequence[Rules], load: Callable[[bytes], Tokenizer]
+) -> tuple[Rules, bytes, list[Rules]]:
+    """Return the rules that fit the recorded texts best, with their tokenizer.json.
+
+    Also returns others that fit all of these texts, but split similar ones differently.
+    """
+    tried = {rules: load(vocabulary.build(rules)) for rules in candidates}
+    differences = {rules: unlike(tokenizer) for rules, tokenizer in tried.items()}
+    best = min(tried, key=differences.__getitem__)
+    probes = [f"{sample.text}, {sample.text.upper()}'S" for sample in tried[best].text.samples]
+    fit = [rules for rules, (texts, *_) in differences.items() if not texts]
+    shown = {rules: [encoded(tried[rules], text) for text in probes] for rules in fit}
+    joins = [(spaced, drops) for drops in (False, True) for spaced in (best.is_spaced, not best.is_spaced)]
+    built = [vocabulary.build(best._replace(is_spaced=spaced, drops_unknown=drops)) for spaced, drops in joins]
+    raw = min(dict.fromkeys(built), key=lambda one: unlike(load(one)))
+    return best, raw, [rules for rules in fit if shown[rules] != shown[best]]
 
 
 def _splitter(split: str) -> pre_tokenizers.PreTokenizer:
