@@ -1,0 +1,49 @@
+"""Define the command `serve`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import click
+
+from tfexport.cli.commands import EXIT_ERROR, main
+from tfexport.cli.options import config_of, config_options, loading_options
+from tfexport.errors import printable
+from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named_bundles
+
+
+@main.command()
+@click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@loading_options
+@config_options(ServerConfig, drain_delay_s="--drain-delay", shutdown_timeout_s="--shutdown-timeout")
+@config_options(ServingConfig, "slots", "encoder_budget", "max_waiting", "max_waiting_tokens", "max_num_beams")
+@config_options(HttpConfig, "max_timeout_s", "max_body_bytes", max_timeout_s="--timeout", max_body_bytes="--max-body")
+@config_options(HttpConfig, "completions", "translate", "ui")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="Lowest level of messages that are logged to standard error.",
+)
+@click.option("--access-log", is_flag=True, help="Log every request.")
+def serve(bundles: tuple[str, ...], loading: dict[str, Any], log_level: str, access_log: bool, **options: Any) -> None:
+    """Serve BUNDLEs over HTTP until SIGTERM or Ctrl-C.
+
+    A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
+    if log_level != "debug":  # uvicorn logs each start, stop and malformed request
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    from tfexport.serve.server import Server
+
+    server = Server(
+        named_bundles(bundles),
+        config_of(ServerConfig, options),
+        serving=config_of(ServingConfig, options),
+        http=config_of(HttpConfig, options),
+        report=lambda line: click.echo(printable(line)),
+        access_log=access_log,
+        **loading,
+    )
+    click.get_current_context().exit(0 if server.run() else EXIT_ERROR)
