@@ -21,7 +21,7 @@ from torch import Tensor
 
 import tfexport
 from models.from_scratch.notebook_004 import Notebook004
-from tests.importing.layout.test_layout import IDENTITY, state
+from tests.importing.layout.test_apply import IDENTITY, state
 from tfexport.cli import main
 from tfexport.importing.layout.layout import builtin_layouts, read_layout, render_layout
 from tfexport.importing.reference.outputs import record_reference

@@ -26,7 +26,7 @@ from tests.conftest import DATES
 from tests.fuzz.mutations import mutated, mutated_json
 from tests.fuzz.requests import TEXTS, App, requests
 from tests.importing.huggingface.odd_texts import LINES
-from tests.importing.layout.test_layout import IDENTITY
+from tests.importing.layout.test_apply import IDENTITY
 from tests.tensorrt.artifact import stored
 from tests.text.test_tokenizer import TOKENS, byte_pairs, spec_of
 from tfexport._io.names import CONFIG

@@ -20,7 +20,7 @@ def home(tmp_path: Path) -> Path:
     from safetensors.torch import save_file
 
     from tests import tiny
-    from tests.importing.layout.test_layout import IDENTITY, state
+    from tests.importing.layout.test_apply import IDENTITY, state
     from tfexport.importing.layout.layout import render_layout
     from tfexport.nn.directory import save_model
 

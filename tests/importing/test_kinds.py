@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.importing.detect.test_work import work
-from tests.importing.layout.test_layout import IDENTITY, state
+from tests.importing.layout.test_apply import IDENTITY, state
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.importer import import_checkpoint
