@@ -1,7 +1,8 @@
 """A bundle: one directory with a model's graphs, its weights and a manifest.
 
-The manifest lists every file but those of engines. Every file is hashed before it is used; only `load` hashes the
-weights later, while it builds a session. Hashes find damage and mix-ups. Only a signature proves who made a bundle.
+docs/reference/bundle.md lists its files. The manifest has every file but those of engines. Every file is hashed before
+it is used; only `load` hashes the weights later, while it builds a session. Hashes find damage and mix-ups. Only a
+signature proves who made a bundle.
 """
 
 from __future__ import annotations
