@@ -6,6 +6,7 @@ step returns.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
@@ -13,6 +14,7 @@ from typing import Annotated, Literal, Self
 from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Match, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.precision import FLOAT, DType, Precision, QuantizedWeights
+from tfexport.sources import BATCH, SOURCE_LEN, FeatureSource, ImageSource, SourceKind, TokenSource
 
 Variant = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
@@ -30,8 +32,7 @@ ENCODER = "encoder"
 ENCODER_CONTRIB = "encoder_contrib"
 DECODER: dict[Variant, str] = {"concat": "decoder", "static": "decoder_static", "contrib": "decoder_contrib"}
 
-SOURCE_IDS = "source_ids"
-SOURCE_MASK = "source_mask"
+SOURCE_MASK = "source_mask"  # of the positions that the encoder returns
 HIDDEN_STATES = "hidden_states"
 TARGET_IDS = "target_ids"
 CACHE_LENGTHS = "cache_lengths"
@@ -85,15 +86,20 @@ class ModelSpec(Config, subject="spec"):
     """Sizes and token ids that every stage after the export needs.
 
     For an encoder-only model `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and `max_target_length` are 0.
+    A model reads token ids of `source_vocab`, `features` or an `image`; the other two are 0 or None. The encoder
+    returns up to `max_source_length` positions: tokens, or what is left of frames or pixels after convolutions.
+
     If `kv_heads` is None, it equals `heads`. `pooling` joins the vectors of the tokens of an encoder-only model.
     `head` returns a logit for each of the `labels`, of every token or of the pooled vector.
     """
 
     d_model: Size
-    source_vocab: Size
     max_source_length: Size
     tokens: TokenIds
     precision: Precision
+    source_vocab: SizeOrZero = 0
+    features: FeatureSource | None = None
+    image: ImageSource | None = None
     vocab: SizeOrZero = 0
     layers: Annotated[int, Ge(0), Le(MAX_LAYERS)] = 0
     heads: Annotated[int, Ge(0), Le(MAX_HEADS)] = 0
@@ -106,12 +112,26 @@ class ModelSpec(Config, subject="spec"):
     labels: Labels = ()
 
     def _problems(self) -> Iterator[str]:
-        # Start and end belong to the target's vocabulary, the others to the source's.
+        given = [name for name in ("source_vocab", "features", "image") if getattr(self, name)]
+        if len(given) != 1:
+            yield f"source_vocab, features and image: {len(given)} of them are given, expected one"
+            return
+        longest = self.source.fits(self.max_source_length)
+        if longest > self.max_source_length:
+            yield f"max_source_length is {self.max_source_length}, but every source has {longest} positions; raise it"
+        # Start and end belong to the target's vocabulary, the others to the source's if it has one.
         source, target = ("source_vocab", self.source_vocab), ("vocab", self.vocab)
         for name, token in dataclasses.asdict(self.tokens).items():
-            vocabulary, size = target if self.has_decoder and name in ("start", "eos") else source
-            if token is not None and token >= size:
+            is_target = self.has_decoder and (name in ("start", "eos") or not self.source_vocab)
+            vocabulary, size = target if is_target else source
+            if token is not None and token >= size > 0:
                 yield f"tokens.{name} is {shortened(token)}, expected below {vocabulary} {shortened(size)}"
+
+    @functools.cached_property
+    def source(self) -> SourceKind:
+        """What the encoder reads."""
+        special = self.tokens.pad, self.tokens.eos, self.tokens.start
+        return self.features or self.image or TokenSource(self.source_vocab, self.tokens.pad, special)
 
     @property
     def has_decoder(self) -> bool:
@@ -207,10 +227,10 @@ def _key_values(spec: ModelSpec, prefix: str, rows: Dim, length: Dim) -> list[Te
 
 def encoder_graph(spec: ModelSpec) -> GraphSpec:
     """Return the contract of `encoder.onnx`."""
-    source: tuple[Dim, ...] = ("batch", "source_len")
-    inputs = (TensorSpec(SOURCE_IDS, "int64", source), TensorSpec(SOURCE_MASK, "bool", source))
+    source: tuple[Dim, ...] = (BATCH, SOURCE_LEN)
+    inputs = tuple(TensorSpec(name, *kind) for name, kind in spec.source.inputs.items())
     if spec.has_decoder:
-        return GraphSpec(inputs, tuple(_key_values(spec, "cross", "batch", "source_len")))
+        return GraphSpec(inputs, tuple(_key_values(spec, "cross", BATCH, SOURCE_LEN)))
     outputs = [TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model))]
     if spec.head != "none":
         positions = source if spec.head == "token" else source[:1]

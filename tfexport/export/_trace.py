@@ -34,6 +34,7 @@ from tfexport.export.decoders import VARIANTS
 from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
 from tfexport.nn.cache import KeyValue, Source
 from tfexport.nn.eager import align
+from tfexport.sources import SOURCE_IDS
 
 _ATEN = torch.ops.aten
 # Not needed in a graph.
@@ -63,7 +64,7 @@ def trace_encoder(
     """Trace the encoder; `source` creates its self-attention from the mask."""
 
     def encode(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
-        source_ids, source_mask = inputs[contract.SOURCE_IDS], inputs[contract.SOURCE_MASK]
+        source_ids, source_mask = inputs[SOURCE_IDS], inputs[contract.SOURCE_MASK]
         if not spec.has_decoder:
             states = model.hidden_states(source_ids, source_mask)
             logits = [] if spec.head == "none" else [model.classify(states, source_mask).float()]

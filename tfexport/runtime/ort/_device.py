@@ -18,6 +18,7 @@ from tfexport.precision import DType, WeightType
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
 from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id
+from tfexport.sources import SOURCE_IDS
 
 Array = NDArray[Any]
 
@@ -169,7 +170,7 @@ class OrtGraphs:
 
     def bind_encoder(self, source_ids: Ids, source_mask: Mask) -> ort.IOBinding:
         """Bind the inputs of the encoder; the caller binds its outputs."""
-        inputs = {contract.SOURCE_IDS: source_ids, contract.SOURCE_MASK: source_mask}
+        inputs = {SOURCE_IDS: source_ids, contract.SOURCE_MASK: source_mask}
         return self.device.bind_inputs(still_open(self.encoder), inputs)
 
     def run_encoder(self, io: ort.IOBinding, batch: int, longest: int) -> None:

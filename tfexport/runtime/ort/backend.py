@@ -28,6 +28,7 @@ from tfexport.runtime.ort._providers import PROVIDERS, PlacementError, Provider
 from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
+from tfexport.sources import SOURCE_IDS
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class OrtSession(CheckedAligner):
             if self._aligner is None:
                 self._aligner = self._load(contract.ALIGNMENT)
             graph = self._aligner
-        names = (contract.SOURCE_IDS, contract.SOURCE_MASK, contract.TARGET_IDS)
+        names = (SOURCE_IDS, contract.SOURCE_MASK, contract.TARGET_IDS)
         arrays = (source_ids, source_mask, target_ids)
         io = self._device.bind_inputs(graph, dict(zip(names, arrays, strict=True)))
         io.bind_output(contract.ALIGNMENT, self._device.type, 0)

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from tfexport.contract import ENCODER, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, Variant, encoder_graph
+from tfexport.contract import ENCODER, SOURCE_MASK, TARGET_IDS, Variant, encoder_graph
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.sources import SOURCE_IDS
 from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
 from tfexport.tensorrt.session._cache import BatchLayout, Caches, SlotCopy, bucket
 from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, LruCache

@@ -1,0 +1,216 @@
+"""Check, pad and draw sources of every kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfexport._arguments import as_list, is_whole
+from tfexport.errors import shortened
+from tfexport.sources import (
+    FEATURE_MASK,
+    FEATURES,
+    FRAMES,
+    PIXELS,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    FeatureSource,
+    ImageSource,
+    SourceKind,
+    TokenSource,
+)
+
+Array = NDArray[Any]
+# Token ids as a list, or features or an image as a float32 array.
+Source = Any
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A batch of sources, padded on the right."""
+
+    kind: SourceKind
+    inputs: Mapping[str, Array]  # of the encoder, by name in the order of the graph, [batch, …]
+    mask: NDArray[np.bool_]  # positions that a decoder attends to, [batch, source_len]
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    @property
+    def source_len(self) -> int:
+        """Positions of the longest source."""
+        return int(self.mask.shape[1])
+
+    def take(self, rows: NDArray[np.int64]) -> Sources:
+        """Return some of the sources, without padding that none of them needs."""
+        chosen = self.mask[rows]
+        taken = Sources(self.kind, {name: array[rows] for name, array in self.inputs.items()}, chosen)
+        return taken.resized(int(chosen.sum(1).max()))
+
+    def resized(self, source_len: int) -> Sources:
+        """Pad or cut the batch to `source_len`, at least that of its longest source."""
+        if source_len == self.source_len:
+            return self
+        sizes, shapes = self.kind.sizes(source_len), self.kind.inputs
+        inputs = {
+            name: _resized(array, sizes[axis]) if (axis := str(shapes[name][1][1])) in sizes else array
+            for name, array in self.inputs.items()
+        }
+        return Sources(self.kind, inputs, _resized(self.mask, source_len))
+
+
+def _resized(array: Array, length: int) -> Array:
+    if array.shape[1] >= length:
+        return array[:, :length]
+    return np.pad(array, [(0, 0), (0, length - array.shape[1]), *[(0, 0)] * (array.ndim - 2)])
+
+
+def source_length(kind: SourceKind, source: Source) -> int:
+    """Return the number of positions that the encoder returns for a source."""
+    if isinstance(kind, TokenSource):
+        return len(source)
+    return int(kind.positions(len(source))) if isinstance(kind, FeatureSource) else kind.positions
+
+
+@functools.singledispatch
+def read_source(kind: SourceKind, value: object) -> tuple[Source, list[str]]:
+    """Return a source as a list of ids or a float32 array, and its problems."""
+    raise TypeError(kind)
+
+
+@read_source.register
+def _(kind: TokenSource, value: object) -> tuple[list[int], list[str]]:
+    ids = as_list(value)
+    if ids is None:
+        return [], [f"source is {shortened(value)}, expected a list of token ids"]
+    if problems := id_problems("source", ids, kind.vocab):
+        return ids, problems
+    return list(map(int, ids)), [] if ids else ["the source is empty, expected one token or more"]
+
+
+@read_source.register
+def _(kind: FeatureSource, value: object) -> tuple[Array, list[str]]:
+    found, problems = _floats(FEATURES, value, (FRAMES, kind.dim))
+    if not problems and kind.frames not in (None, len(found)):
+        problems = [f"features has {len(found):,} frames, expected {kind.frames:,}; use the model's processor"]
+    if not problems and len(found) <= (fewest := kind.most_frames(0)):
+        problems = [f"features has {len(found)} frames, expected {fewest + 1} or more"]
+    return found, problems
+
+
+@read_source.register
+def _(kind: ImageSource, value: object) -> tuple[Array, list[str]]:
+    return _floats(PIXELS, value, kind.shape)
+
+
+def _floats(name: str, value: object, shape: tuple[str | int, ...]) -> tuple[NDArray[np.float32], list[str]]:
+    expected = f"numbers [{', '.join(map(str, shape))}]"
+    try:
+        numbers = np.asarray(value)
+    except ValueError:  # of lists with unequal lengths
+        numbers = np.asarray(None)
+    if numbers.dtype.kind not in "fiu":
+        return np.zeros(0, np.float32), [f"{name} is {shortened(value)}, expected {expected}"]
+    found = np.ascontiguousarray(numbers, np.float32)
+    if found.ndim != len(shape) or any(want not in (FRAMES, has) for want, has in zip(shape, found.shape, strict=True)):
+        return found, [f"{name} is {list(found.shape)}, expected {expected}"]
+    return found, [] if np.isfinite(found).all() else [f"{name} has NaN or infinity, expected finite numbers"]
+
+
+@functools.singledispatch
+def pad_sources(kind: SourceKind, sources: Sequence[Source]) -> Sources:
+    """Join checked sources to a batch, padded on the right."""
+    raise TypeError(kind)
+
+
+@pad_sources.register
+def _(kind: TokenSource, sources: Sequence[Sequence[int]]) -> Sources:
+    ids, mask = pad_right(sources, kind.pad_id)
+    return Sources(kind, {SOURCE_IDS: ids, SOURCE_MASK: mask}, mask)
+
+
+@pad_sources.register
+def _(kind: FeatureSource, sources: Sequence[Array]) -> Sources:
+    lengths = np.array([len(source) for source in sources])
+    mask = _mask(lengths)
+    features = np.zeros((*mask.shape, kind.dim), np.float32)
+    for row, source in zip(features, sources, strict=True):
+        row[: len(source)] = source
+    return Sources(kind, {FEATURES: features, FEATURE_MASK: mask}, _mask(kind.positions(lengths)))
+
+
+@pad_sources.register
+def _(kind: ImageSource, sources: Sequence[Array]) -> Sources:
+    return Sources(kind, {PIXELS: np.stack(sources)}, np.ones((len(sources), kind.positions), np.bool_))
+
+
+def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return non-empty lists as ids int64 and their mask bool, [batch, len]."""
+    mask = _mask(np.array([len(source) for source in sources]))
+    ids = np.full(mask.shape, pad_id, np.int64)
+    ids[mask] = np.concatenate([np.asarray(source, np.int64) for source in sources])
+    return ids, mask
+
+
+def _mask(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    mask: NDArray[np.bool_] = np.arange(lengths.max()) < lengths[:, None]
+    return mask
+
+
+@functools.singledispatch
+def random_source(kind: SourceKind, rng: np.random.Generator, source_len: int) -> Source:
+    """Draw a source with `source_len` positions, or as many as every source has."""
+    raise TypeError(kind)
+
+
+@random_source.register
+def _(kind: TokenSource, rng: np.random.Generator, source_len: int) -> list[int]:
+    found: list[int] = rng.choice(_ordinary(kind), source_len).tolist()
+    return found
+
+
+@random_source.register
+def _(kind: FeatureSource, rng: np.random.Generator, source_len: int) -> Array:
+    fewest, most = kind.most_frames(source_len - 1) + 1, kind.most_frames(source_len)
+    frames = kind.frames or int(rng.integers(max(fewest, 1), most + 1))
+    return rng.standard_normal((frames, kind.dim), np.float32)
+
+
+@random_source.register
+def _(kind: ImageSource, rng: np.random.Generator, source_len: int) -> Array:
+    return rng.standard_normal(kind.shape, np.float32)
+
+
+@functools.lru_cache(8)
+def _ordinary(kind: TokenSource) -> NDArray[np.int64]:
+    return np.setdiff1d(np.arange(kind.vocab), kind.special)
+
+
+def value_problems(sources: Sources) -> list[str]:
+    """List what is wrong with the values of a batch, whose types and shapes are right."""
+    if not isinstance(sources.kind, TokenSource):
+        name = next(iter(sources.inputs))
+        return [] if np.isfinite(sources.inputs[name]).all() else [f"{name} has NaN or infinity"]
+    ids = sources.inputs[SOURCE_IDS]
+    if ids.min() >= 0 and ids.max() < sources.kind.vocab:
+        return []
+    return [f"{SOURCE_IDS} reach from {ids.min()} to {ids.max()}, expected 0 … {sources.kind.vocab - 1}"]
+
+
+def id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:
+    """Return a problem if any of the values is no id below `vocab`."""
+    # Almost always all ids are valid, and checking them together is much faster.
+    if len(ids) == 0 or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
+        return []
+    wrong = [token for token in ids if not is_id(token, vocab)]
+    return [f"{name} has {shortened(wrong[0])}, expected ids 0 to {vocab - 1}"] if wrong else []
+
+
+def is_id(token: object, vocab: int) -> bool:
+    """Return whether a value is a whole number from 0 to `vocab` - 1."""
+    return is_whole(token) and bool(0 <= token < vocab)
