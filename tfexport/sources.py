@@ -52,6 +52,10 @@ class Convolution(Config, subject="convolution"):
     stride: Size = 1
     padding: Count = 0
 
+    def positions(self, frames: Any) -> Any:
+        """Return the positions of a number, array or tensor of frames."""
+        return (frames + (2 * self.padding - self.kernel)) // self.stride + 1
+
 
 class FeatureSource(Config, subject="features"):
     """Features, float32 [frames, dim]: filter banks, sensors, or a waveform.
@@ -72,7 +76,7 @@ class FeatureSource(Config, subject="features"):
     def positions(self, frames: Any) -> Any:
         """Return the positions of a number, array or tensor of frames."""
         for each in self.convolutions:
-            frames = (frames + (2 * each.padding - each.kernel)) // each.stride + 1
+            frames = each.positions(frames)
         return frames
 
     def most_frames(self, positions: int) -> int:

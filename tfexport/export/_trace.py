@@ -103,7 +103,12 @@ def trace_decoder(
 
 def trace_alignment(model: nn.Module, spec: ModelSpec, heads: AlignmentHeads, opset: int) -> ir.Model:
     """Trace cross-attention weights, in basic operators and only up to their layer."""
-    function = _Function(model, lambda model, inputs: align(model, heads, *inputs.values()))
+
+    def attention(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        *source, target_ids = inputs.values()
+        return align(model, heads, spec.source, source, target_ids)
+
+    function = _Function(model, attention)
     return _trace(function, contract.alignment_graph(spec), opset, "alignment")
 
 

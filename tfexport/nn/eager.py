@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from tfexport.contract import AlignmentHeads
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, attention_weights, split_rows
+from tfexport.nn.source import encoder_inputs, position_mask
+from tfexport.sources import SourceKind
 
 # Returns logits [batch, target_len, vocab], or without a decoder states [batch, source_len, d_model].
 Reference = Callable[..., Tensor]
 Generate = Callable[[list[int], int], Sequence[int]]
 
 
-def at_once(module: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor | None = None) -> Tensor:
+def at_once(module: Any, x: Tensor, source_mask: Tensor, target_ids: Tensor | None = None) -> Tensor:
     """Compute all positions with a module that has the interface of `Transformer`."""
     if target_ids is None:
-        return module.hidden_states(source_ids, source_mask)  # type: ignore[no-any-return]
-    return module(source_ids, source_mask, target_ids)  # type: ignore[no-any-return]
+        return module.hidden_states(x, source_mask)  # type: ignore[no-any-return]
+    return module(x, source_mask, target_ids)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,15 @@ class AlignedCross(Cross):
 
 
 def align(
-    model: EncoderDecoder, selected: AlignmentHeads, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor
+    model: EncoderDecoder, selected: AlignmentHeads, kind: SourceKind, inputs: Sequence[Tensor], target_ids: Tensor
 ) -> Tensor:
     """Return the attention of whole targets to the source.
 
-    `selected` is a result of `AlignmentHeads.within`. The weights are float32 [batch, target_len, source_len]; a row
-    sums to 1 and is 0 at padding.
+    `selected` is a result of `AlignmentHeads.within`, and `inputs` are those of the encoder graph. The weights are
+    float32 [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.
     """
-    cross = AlignedCross(model.encode(source_ids, Source(source_mask)), source_mask, selected)
+    x, mask = encoder_inputs(kind, inputs)
+    cross = AlignedCross(model.encode(x, Source(mask)), position_mask(kind, mask), selected)
     # Self-attention has the same heads and widths as cross-attention, so an empty slice of it is an empty past.
     past = [KeyValue(cached.key[:, :, :0], cached.value[:, :, :0]) for cached in cross.key_values]
     model.decode_step(target_ids, cross, ConcatCache(past, target_ids))

@@ -62,8 +62,8 @@ class EagerSession(CheckedAligner):
     def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         model = self.open_model()
         assert self._alignment is not None
-        inputs = _inputs(model, source_ids, source_mask, target_ids)
-        weights: Floats = align(model, self._alignment, *inputs).cpu().numpy()
+        *source, target = _inputs(model, source_ids, source_mask, target_ids)
+        weights: Floats = align(model, self._alignment, self.spec.source, source, target).cpu().numpy()
         return weights
 
     def close(self) -> None:
