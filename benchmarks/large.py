@@ -20,6 +20,7 @@ import click
 import numpy as np
 
 import tfexport
+from tfexport.runtime.sources import pad_sources
 
 VOCABULARIES, PRECISIONS = (32_000, 250_000), ("fp32", "int8")
 # Sources, rows of each, source tokens, target tokens.
@@ -77,7 +78,7 @@ def case(bundle: Path, numbers: tuple[int, int, int, int]) -> None:
         batch = model.session.batch(width)
         ids = rng.integers(4, model.spec.source_vocab, (sources, source_len))
         began = time.process_time()
-        batch.add(ids, np.ones_like(ids, np.bool_), [[1]] * sources)
+        batch.add(pad_sources(model.spec.source, ids.tolist()), [[1]] * sources)
         encode_s, held_mb = time.process_time() - began, _memory_mb("RssAnon")
         took = []
         for token_ids in rng.integers(4, model.spec.vocab, (target_len, sources * width)):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import tokenizers
 import torch
+from numpy.typing import NDArray
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from tfexport.contract import TokenIds
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.sources import Sources
+from tfexport.sources import TokenSource
 
 VOCAB = 31
 
@@ -47,6 +50,11 @@ def batch(*, vocab: int = VOCAB, source_len: int = 9, target_len: int = 7, seed:
     target = torch.randint(2, vocab - 1, (3, target_len), generator=generator)
     mask = torch.arange(source_len)[None] < torch.tensor([source_len, source_len // 2, 1])[:, None]
     return Batch(source, mask, target)
+
+
+def sources(ids: NDArray[Any], mask: NDArray[Any]) -> Sources:
+    """Return token ids and their mask, [batch, source_len], as a session takes them."""
+    return Sources(TokenSource(VOCAB, 0), {"source_ids": ids, "source_mask": mask}, mask)
 
 
 def config(

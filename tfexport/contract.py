@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Match, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.precision import FLOAT, DType, Precision, QuantizedWeights
-from tfexport.sources import BATCH, SOURCE_LEN, FeatureSource, ImageSource, SourceKind, TokenSource
+from tfexport.sources import BATCH, FeatureSource, ImageSource, SourceKind, TokenSource
 
 Variant = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
@@ -227,10 +227,10 @@ def _key_values(spec: ModelSpec, prefix: str, rows: Dim, length: Dim) -> list[Te
 
 def encoder_graph(spec: ModelSpec) -> GraphSpec:
     """Return the contract of `encoder.onnx`."""
-    source: tuple[Dim, ...] = (BATCH, SOURCE_LEN)
+    source: tuple[Dim, ...] = (BATCH, spec.source.source_len)
     inputs = tuple(TensorSpec(name, *kind) for name, kind in spec.source.inputs.items())
     if spec.has_decoder:
-        return GraphSpec(inputs, tuple(_key_values(spec, "cross", BATCH, SOURCE_LEN)))
+        return GraphSpec(inputs, tuple(_key_values(spec, "cross", *source)))
     outputs = [TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model))]
     if spec.head != "none":
         positions = source if spec.head == "token" else source[:1]
@@ -277,7 +277,7 @@ def alignment_graph(spec: ModelSpec) -> GraphSpec:
     """Return the contract of `alignment.onnx`: one row of weights per target token."""
     # `target_ids` start with the start token and lack the last token.
     inputs = (*encoder_graph(spec).inputs, TensorSpec(TARGET_IDS, "int64", ("batch", "target_len")))
-    return GraphSpec(inputs, (TensorSpec(ALIGNMENT, "float32", ("batch", "target_len", "source_len")),))
+    return GraphSpec(inputs, (TensorSpec(ALIGNMENT, "float32", ("batch", "target_len", spec.source.source_len)),))
 
 
 def reorder_spec(precision: Precision) -> GraphSpec:

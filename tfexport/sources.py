@@ -29,6 +29,8 @@ class TokenSource:
     vocab: int
     pad_id: int
     special: tuple[int, ...] = ()  # ids that no random source contains
+    unit = "tokens"
+    source_len = SOURCE_LEN  # dimension of the encoder's outputs
 
     @property
     def inputs(self) -> Inputs:
@@ -67,6 +69,8 @@ class FeatureSource(Config, subject="features"):
     dim: Annotated[Size, Help("features of a frame")]
     convolutions: Annotated[tuple[Convolution, ...], Help("convolutions along the frames, in order")] = ()
     frames: Annotated[Size | None, Help("number of frames of every source; None: it varies")] = None
+    unit = "positions"
+    source_len = SOURCE_LEN
 
     @property
     def inputs(self) -> Inputs:
@@ -101,6 +105,12 @@ class ImageSource(Config, subject="image"):
     height: Size
     width: Size
     positions: Annotated[Size, Help("number of positions that the encoder returns, such as patches")]
+    unit = "positions"
+
+    @property
+    def source_len(self) -> int:
+        """Dimension of the encoder's outputs."""
+        return self.positions
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -11,7 +11,8 @@ import numpy as np
 from tfexport.contract import ModelSpec, TokenIds
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedBatch
-from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Prompts, close_up
+from tfexport.runtime.sources import Sources
 
 PAD, START, EOS = 0, 1, 2
 Script = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
@@ -51,7 +52,7 @@ class ScriptedSession:
     def batch(self, width: int = 1) -> ScriptedBatch:
         return ScriptedBatch(self, width)
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def hidden_states(self, sources: Sources) -> Floats:
         raise AssertionError("decoding needs no hidden states")
 
     def close(self) -> None:
@@ -67,12 +68,12 @@ class ScriptedBatch(CheckedBatch):
         self.sources: list[tuple[int, ...]] = []
         self.histories: list[tuple[int, ...]] = []
 
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
         if not self.can_join:
             assert not self.sources, "sources joined a batch that cannot be joined"
             assert len({len(prompt) for prompt in prompts}) == 1
-        self.session.encoded.append(source_ids.shape)
-        self.sources += [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
+        self.session.encoded.append(sources.mask.shape)
+        self.sources += [tuple(ids[mask].tolist()) for ids, mask in zip(*sources.inputs.values(), strict=True)]
         self._measure([*self.histories, *(tuple(prompt[:-1]) for prompt in prompts for _ in range(self.width))])
 
     def _measure(self, histories: list[tuple[int, ...]]) -> None:

@@ -247,7 +247,7 @@ def test_processors_on_random_logits(pair: Pair, seed: int) -> None:
         expected = pair.theirs._get_logits_processor(theirs, 3)(torch.from_numpy(rows), given).numpy()
 
         processors, history = Processors(config, pair.session.spec), History(VOCAB)
-        processors.add([Request(0, (5,), tuple(row[:3]), config, 20) for row in rows.tolist()])
+        processors.add([Request(0, [5], 1, tuple(row[:3]), config, 20) for row in rows.tolist()])
         history.add(rows.tolist())
         wanted = (config.top_k or VOCAB) if config.do_sample else 2 * config.num_beams
         order = (-scores).argsort(1)[:, : processors.num_candidates(wanted, history)]

@@ -47,27 +47,29 @@ def test_every_variant_equals_eager(name: str, variant: Callable[[str], Path]) -
             array.numpy() for array in tiny.batch(source_len=source_len, target_len=target_len)
         )
         source_mask[:, 0] = True
-        expected = EagerSession(model, alignment=named).align(source_ids, source_mask, target_ids)
-        got = session.align(source_ids, source_mask, target_ids)
+        expected = EagerSession(model, alignment=named).align(tiny.sources(source_ids, source_mask), target_ids)
+        got = session.align(tiny.sources(source_ids, source_mask), target_ids)
         assert got.dtype == np.float32
         assert np.abs(got - expected).max() < 2e-5
         assert (got[np.broadcast_to(~source_mask[:, None], got.shape)] == 0).all()
         assert got.sum(2) == pytest.approx(1, abs=1e-6)
         for row, length in enumerate(source_mask.sum(1)):
-            alone = session.align(source_ids[[row], :length], source_mask[[row], :length], target_ids[[row]])
+            alone = session.align(
+                tiny.sources(source_ids[[row], :length], source_mask[[row], :length]), target_ids[[row]]
+            )
             assert np.abs(alone[0] - got[row, :, :length]).max() < 1e-6
 
 
 def test_an_int8_graph_aligns_about_as_that_of_float32(dates_aligned: Path, tmp_path: Path) -> None:
     manifest, quantization = open_bundle(dates_aligned).manifest, Quantization(weights="int8")
     write_integer_graphs(dates_aligned, manifest.graphs, tmp_path, quantization)
-    batch = [array.numpy() for array in tiny.batch(vocab=12)]
+    *source, target_ids = (array.numpy() for array in tiny.batch(vocab=12))
     exact, narrow = (
         OrtSession(
             Graphs({name: folder / entry.file for name, entry in manifest.graphs.items()}, manifest.spec, weights),
             "contrib",
             threads=1,
-        ).align(*batch)
+        ).align(tiny.sources(*source), target_ids)
         for folder, weights in ((dates_aligned, None), (tmp_path, "int8"))
     )
     assert 0 < np.abs(exact - narrow).max() < 0.05

@@ -121,7 +121,7 @@ def ties(job: Job) -> None:
         for variant in ("concat", "static"):
             with job.check(f"{variant}, {vocab} tokens") as numbers:
                 batch = OrtSession(Graphs(graphs, spec), variant, device="cuda").batch()
-                batch.add(*sources(tiny.config()), [[1]] * 4)
+                batch.add(tiny.sources(*sources(tiny.config())), [[1]] * 4)
                 numbers["last ties as on the CPU"] = ", ".join(
                     str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)
                 )

@@ -111,7 +111,7 @@ def assert_candidates(found: Candidates, logits: np.ndarray, k: int) -> None:
 def begun(session: Session, source: tuple[Ids, Mask], prompts: Sequence[Sequence[int]], width: int = 1) -> Batch:
     """Return a batch with these sources and prompts."""
     batch = session.batch(width)
-    batch.add(*source, prompts)
+    batch.add(tiny.sources(*source), prompts)
     return batch
 
 
@@ -173,9 +173,9 @@ def test_prompts_of_unequal_length(one: tuple[Session, Transformer]) -> None:
     batch, prompts = session.batch(), [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)]
     if not batch.can_join:
         with pytest.raises(InputError, match="concat"):
-            batch.add(*source, prompts)
+            batch.add(tiny.sources(*source), prompts)
         return
-    batch.add(*source, prompts)
+    batch.add(tiny.sources(*source), prompts)
     assert batch.lengths.tolist() == [length - 1 for length in lengths]
     rows = np.arange(4)
     for step in range(2):
@@ -237,7 +237,7 @@ def test_an_empty_batch_starts_again(one: tuple[Session, Transformer]) -> None:
     batch.remove(np.arange(4))
     assert batch.lengths.size == 0
     source, new = sources(model.config, (3, 11), seed=4), targets(model.config, 2, 3, seed=5)
-    batch.add(*source, new[:, :2].tolist())
+    batch.add(tiny.sources(*source), new[:, :2].tolist())
     expected = full_logits(model, *source, new)
     for position in (1, 2):
         assert_candidates(batch.step(new[:, position], 3), expected[:, position], 3)
@@ -251,10 +251,10 @@ def test_sources_join_while_others_are_decoded(session: Session, model: Transfor
         batch.step(old[:, position], 1)
     if not batch.can_join:
         with pytest.raises(InputError, match="concat"):
-            batch.add(*late, new[:, :2].tolist())
+            batch.add(tiny.sources(*late), new[:, :2].tolist())
         return
     prompts = [new[0, :2].tolist(), new[1, :1].tolist(), new[2, :3].tolist()]
-    batch.add(*late, prompts)
+    batch.add(tiny.sources(*late), prompts)
     assert batch.lengths.tolist() == [2, 2, 1, 0, 2]
     expected = [*full_logits(model, *first, old), *full_logits(model, *late, new)]
     target_ids, rows = [*old, *new], range(5)
@@ -336,9 +336,9 @@ def test_limits(session: Session, model: Transformer) -> None:
     with pytest.raises(InputError, match=f"target has {limit + 1} tokens, the limit is {limit}"):
         batch.step(target_ids[:, 0], 1)
     with pytest.raises(InputError, match=f"the limit is {config.max_source_length}"):
-        session.batch().add(*sources(config, (config.max_source_length + 1,)), [[1]])
+        session.batch().add(tiny.sources(*sources(config, (config.max_source_length + 1,))), [[1]])
     with pytest.raises(InputError, match=f"expected 1 to {limit}"):
-        session.batch().add(*longest, [[1] * (limit + 1)])
+        session.batch().add(tiny.sources(*longest), [[1] * (limit + 1)])
 
 
 def test_bad_arguments(one: tuple[Session, Transformer]) -> None:
@@ -355,13 +355,13 @@ def test_bad_arguments(one: tuple[Session, Transformer]) -> None:
         (np.where(mask, -1, ids), mask),
     ):
         with pytest.raises(InputError):
-            batch.add(*source, [[1]] * 4)
+            batch.add(tiny.sources(*source), [[1]] * 4)
     for prompts in ([[1]] * 3, [[1], [1], [1], []], [[1], [1], [1], [-1]], [[1], [tiny.VOCAB], [1], [1]]):
         with pytest.raises(InputError):
-            batch.add(ids, mask, prompts)
+            batch.add(tiny.sources(ids, mask), prompts)
     assert batch.lengths.size == 0
     new = targets(model.config, 4, 1)
-    batch.add(ids, mask, new.tolist())
+    batch.add(tiny.sources(ids, mask), new.tolist())
     rows = new[:, 0].repeat(2)
     for target_ids, k in ((rows[:3], 1), (rows * 0 - 1, 1), (rows, 0), (rows, tiny.VOCAB + 1)):
         with pytest.raises(InputError):
@@ -400,14 +400,12 @@ def test_rows_with_nan_do_not_affect_others(make_session: MakeSession) -> None:
     session = make_session(model)
     if not session.batch().can_join:
         return
-    sound = [
-        request for request in random_requests(session, 60, 1) if broken not in (*request.source_ids, *request.prompt)
-    ]
+    sound = [request for request in random_requests(session, 60, 1) if broken not in (*request.source, *request.prompt)]
     if model.dec is not None and model.dec.embed.weight is model.enc.embed.weight:
         pytest.fail("the variant ties its embeddings: targets would be broken too")
     expected = alone(session, sound)
     spoilt = [
-        dataclasses.replace(request, text=1000 + number, source_ids=(*request.source_ids[:-1], broken))
+        dataclasses.replace(request, text=1000 + number, source=[*request.source[:-1], broken])
         for number, request in enumerate(sound[:30])
     ]
     found = joining(session, [*sound, *spoilt], 5, places=4)
@@ -421,7 +419,7 @@ def test_an_encoder_only_session_returns_hidden_states(make_session: MakeSession
     model = tiny.model(config, dtype=torch.float32)
     session = make_session(model)
     ids, mask = sources(config)
-    hidden = session.hidden_states(ids, mask)
+    hidden = session.hidden_states(tiny.sources(ids, mask))
     assert hidden.dtype == np.float32
     assert hidden.shape == (*ids.shape, config.d_model)
     assert np.isfinite(hidden).all()
@@ -432,18 +430,18 @@ def test_an_encoder_only_session_returns_hidden_states(make_session: MakeSession
             expected = wide.hidden_states(torch.tensor(row_ids[row_mask])[None], kept)
             logits = wide.classify(expected, kept)
         np.testing.assert_allclose(hidden[row, row_mask], expected[0], atol=ATOL)
-        np.testing.assert_allclose(session.logits(ids, mask)[row], logits[0], atol=ATOL)
+        np.testing.assert_allclose(session.logits(tiny.sources(ids, mask))[row], logits[0], atol=ATOL)
     with pytest.raises(BackendError, match="encoder-only"):
         session.batch()
     with pytest.raises(InputError):
-        session.hidden_states(ids + tiny.VOCAB, mask)
+        session.hidden_states(tiny.sources(ids + tiny.VOCAB, mask))
 
 
 def test_sessions_with_a_decoder_and_closed_ones_refuse(make_session: MakeSession) -> None:
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
     session = make_session(model)
     with pytest.raises(BackendError, match="has a decoder"):
-        session.hidden_states(*sources(model.config))
+        session.hidden_states(tiny.sources(*sources(model.config)))
     session.close()
     with pytest.raises(BackendError, match="closed"):
         session.batch()

@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 
 import tfexport
+from tests import tiny
 from tfexport.bundle.bundle import open_bundle
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
@@ -157,7 +158,7 @@ def test_tensors_that_are_copied_to_python(
 def test_python_memory_of_a_greedy_step(model: Model, sources: list[list[int]]) -> None:
     """A step makes room for its candidates and no more: no cache is copied, no history built anew."""
     batch = model.session.batch()
-    batch.add(np.array(sources), np.ones((BATCH, 12), bool), [[1]] * BATCH)
+    batch.add(tiny.sources(np.array(sources), np.ones((BATCH, 12), bool)), [[1]] * BATCH)
     token_ids = np.full(BATCH, 5)
     for _ in range(5):
         batch.step(token_ids, 2)

@@ -13,7 +13,8 @@ from tfexport.contract import ModelSpec, key_value_names
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedBatch, CheckedSession
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions, Requirement
-from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Prompts, close_up
+from tfexport.runtime.sources import Sources
 
 
 class ToySession(CheckedSession):
@@ -36,8 +37,8 @@ class ToySession(CheckedSession):
     def _batch(self, width: int) -> ToyBatch:
         return ToyBatch(self, width)
 
-    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
-        hidden: Floats = self.run("encoder", {"source_ids": source_ids, "source_mask": source_mask})[output == "logits"]
+    def _encode(self, sources: Sources, output: str) -> Floats:
+        hidden: Floats = self.run("encoder", dict(sources.inputs))[output == "logits"]
         return hidden
 
     def run(self, name: str, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -58,8 +59,8 @@ class ToyBatch(CheckedBatch):
         self._sources: list[dict[str, np.ndarray]] = []
         self._histories: list[list[int]] = []
 
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        for ids, mask, prompt in zip(source_ids, source_mask, prompts, strict=True):
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
+        for ids, mask, prompt in zip(*sources.inputs.values(), prompts, strict=True):
             source = {"source_ids": ids[mask][None], "source_mask": mask[mask][None]}
             cross = zip(key_value_names("cross", self._spec.layers), self._session.run("encoder", source), strict=True)
             self._sources.append({"source_mask": source["source_mask"], **dict(cross)})

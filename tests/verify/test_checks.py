@@ -290,9 +290,9 @@ def test_the_cache_is_filled_step_by_step_even_for_few_sequences(count: int) -> 
     spec = model_spec(VARIANTS["post"], "fp32")
     for seed in range(20):
         batches = random_batches(spec, count, np.random.default_rng(seed))
-        assert sum(len(batch.source_ids) for batch in batches) == count
+        assert sum(len(batch.sources) for batch in batches) == count
         assert batches[0].target_ids.shape[1] - batches[0].prefill > 20
-        assert count < 8 or not batches[0].source_mask.all()
+        assert count < 8 or not batches[0].sources.mask.all()
 
 
 def test_a_model_with_empty_outputs_can_be_compared() -> None:

@@ -33,7 +33,7 @@ def hypothesis(*token_ids: int) -> Hypothesis:
 def margin(eager: Any, source: list[int], tokens: list[int]) -> float:
     """Ask for the two best logits behind `tokens`, in one step and without padding."""
     batch, prompt = eager.batch(), [eager.spec.tokens.start, *tokens]
-    batch.add(np.array([source]), np.ones((1, len(source)), bool), [prompt])
+    batch.add(tiny.sources(np.array([source]), np.ones((1, len(source)), bool)), [prompt])
     logits = batch.step(np.array(prompt[-1:]), eager.spec.vocab).logits[0]
     return float(np.sort(logits)[-1] - np.sort(logits)[-2])
 

@@ -101,7 +101,7 @@ def test_lengths_grow_to_the_limits(source: int, target: int, expected: list[tup
     spec = replace(SPEC, max_source_length=source, max_target_length=target)
     assert long_lengths(spec) == expected
     batches = long_batches(spec, np.random.default_rng(0))
-    assert [(batch.source_ids.shape[1], batch.target_ids.shape[1]) for batch in batches] == expected
+    assert [(batch.sources.source_len, batch.target_ids.shape[1]) for batch in batches] == expected
     assert all(1 <= batch.target_ids.shape[1] - batch.prefill + 1 <= LONG_STEPS + 1 for batch in batches)
 
 

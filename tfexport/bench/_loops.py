@@ -20,7 +20,8 @@ from tfexport.decode.offline import decode
 from tfexport.errors import EngineFailed, InputError, ServingError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
-from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, Prompts, Session
+from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Prompts, Session
+from tfexport.runtime.sources import Sources, random_source, read_source
 
 T = TypeVar("T")
 Source: TypeAlias = str | Sequence[int]
@@ -28,6 +29,7 @@ WINDOWS, MIN_WINDOWS = 10, 3
 STEPS_TOGETHER = 16  # greedy steps that are timed as one group
 MAX_STEPS = 1_000_000  # recorded step times; more would distort the measured memory
 _BATCHES, _MAX_TOKENS = 64, 1_000_000  # random batches: enough to avoid warm caches, in little memory
+_FEATURE_BATCHES = 4  # of features, which are larger than caches
 GRACE_S = 10  # after twice its length, until an open loop is cancelled
 
 
@@ -124,8 +126,8 @@ class _TimedBatch:
     def lengths(self) -> Ids:
         return self._batch.lengths
 
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        self._times.encode_s += clock(lambda: self._batch.add(source_ids, source_mask, prompts))[0]
+    def add(self, sources: Sources, prompts: Prompts) -> None:
+        self._times.encode_s += clock(lambda: self._batch.add(sources, prompts))[0]
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         seconds, candidates = clock(lambda: self._batch.step(target_ids, num_candidates))
@@ -165,7 +167,7 @@ def timed_call(session: Session, config: DecodeConfig, sources: Sequence[Sequenc
         first_token=timed.first_step_ended,
         ended=time.perf_counter(),
         sequences=len(sources),
-        source_tokens=sum(map(len, sources)),
+        source_tokens=sum(read_source(session.spec.source, source)[1] for source in sources),
         tokens=sum(len(best.token_ids) for best, *_ in outputs),
         encode_s=timed.encode_s,
         reorder_s=timed.reorder_s,
@@ -255,8 +257,12 @@ async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[floa
     return samples
 
 
-def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int]]]:
-    """Draw batches of random token ids without special tokens, from a seed."""
+def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[Any]]:
+    """Draw batches of random sources from a seed, without special tokens."""
+    if not spec.source_vocab:
+        rng, length = np.random.default_rng(seed), cell.source_length or spec.max_source_length
+        few = range(_FEATURE_BATCHES)
+        return [[random_source(spec.source, rng, length) for _ in range(cell.batch_size or 1)] for _ in few]
     special = dataclasses.asdict(spec.tokens).values()
     ordinary = np.array([token for token in range(spec.source_vocab) if token not in special] or [spec.tokens.eos])
     shape = (cell.batch_size or 1, cell.source_length or 1)

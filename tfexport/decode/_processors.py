@@ -20,7 +20,8 @@ from tfexport.decode._history import History
 from tfexport.decode.request import Request
 from tfexport.decode.result import Ends
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, pad_right
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.runtime.sources import pad_right
 
 # Most suppressed tokens with which several steps are taken at once: each adds a candidate to every step.
 FEW = 16
@@ -216,7 +217,7 @@ class _NoRepeatNgram(Processor):
 
 class _EncoderNoRepeatNgram(_NoRepeatNgram):
     def _read(self, history: History) -> tuple[Ids, Ids]:
-        tokens, is_token = pad_right([request.source_ids for request in self.requests], self._vocab)
+        tokens, is_token = pad_right([request.source for request in self.requests], self._vocab)
         # If the source has a larger vocabulary, its other ids ban nothing.
         return tokens.clip(max=self._vocab), is_token.sum(1)
 

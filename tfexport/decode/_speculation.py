@@ -126,7 +126,7 @@ class Speculation:
         self.request = request
         self._most = request.config.prompt_lookup_num_tokens or 0
         # A source with another vocabulary cannot be copied.
-        self._lookup = PromptLookup(request.source_ids if spec.source_vocab == spec.vocab else ())
+        self._lookup = PromptLookup(request.source if spec.source_vocab == spec.vocab else ())
         self._acceptances = {size: _Acceptance(size) for size in (*SIZES, GOES_ON, IN_SOURCE)}
         self._newest = self._acceptances[GOES_ON]
         self._seen = self._failed_lookups = 0

@@ -13,7 +13,9 @@ from tfexport._arguments import check_call
 from tfexport.decode.loop import check_cancelled
 from tfexport.decode.request import Pair, batches, check_pairs
 from tfexport.errors import BackendError, ConfigError
-from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_right
+from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session
+from tfexport.runtime.sources import Source, pad_right, pad_sources
+from tfexport.sources import SourceKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +23,7 @@ class Alignment:
     """The alignment of a target with its source by cross-attention.
 
     Attributes:
-        source_ids: including special tokens.
+        source_ids: including special tokens; empty if the source has features.
         target_ids: without the start token and the prefix.
         weights: float32 [target tokens, source tokens]; each row sums to 1.
         source_positions: for each target token the place of its largest weight, from 0; the first if several are equal.
@@ -52,7 +54,7 @@ def need_alignment(session: Session, subject: str = "align") -> Aligns:
 
 def align(
     session: Session,
-    sources: Iterable[Iterable[int]],
+    sources: Iterable[Source],
     targets: Iterable[Iterable[int]],
     *,
     prefixes: Iterable[Iterable[int]] | None = None,
@@ -68,7 +70,7 @@ def align(
     found: dict[int, Alignment] = {}
     for some in batches(pairs, batch_size, can_join=True):
         check_cancelled(cancel)
-        for pair, weights in zip(some, _read(reader, some, session.spec.tokens.pad), strict=True):
+        for pair, weights in zip(some, _read(reader, some, session.spec.source), strict=True):
             if not np.isfinite(weights).all():
                 raise BackendError(
                     f"align: the model returned NaN or infinite weights for {pair.name}; "
@@ -76,20 +78,21 @@ def align(
                     indices=[pair.number],
                 )
             best = tuple(weights.argmax(1).tolist())
-            found[pair.number] = Alignment(pair.source_ids, pair.target_ids, weights, best)
+            ids = tuple(pair.source) if session.spec.source_vocab else ()
+            found[pair.number] = Alignment(ids, pair.target_ids, weights, best)
         if on_progress:
             on_progress(len(some))
     return [found[pair.number] for pair in pairs]
 
 
-def _read(session: Aligns, pairs: Sequence[Pair], pad: int) -> list[Floats]:
-    source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], pad)
+def _read(session: Aligns, pairs: Sequence[Pair], kind: SourceKind) -> list[Floats]:
+    sources = pad_sources(kind, [pair.source for pair in pairs])
     # The last token is not read, because nothing follows it. Any token can pad, because no position attends to it.
     read = [(*pair.prompt, *pair.target_ids[:-1]) for pair in pairs]
     target_ids, _ = pad_right(read, pairs[0].prompt[0])
-    weights = session.align(source_ids, source_mask, target_ids)
+    weights = session.align(sources, target_ids)
     return [
-        rows[len(pair.prompt) - 1 : len(ids), : len(pair.source_ids)].copy()
+        rows[len(pair.prompt) - 1 : len(ids), : pair.source_length].copy()
         for pair, ids, rows in zip(pairs, read, weights, strict=True)
     ]
 

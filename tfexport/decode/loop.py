@@ -21,7 +21,8 @@ from tfexport.decode._search import Outcome, Search, forced_outcome, settings
 from tfexport.decode._speculation import Speculation
 from tfexport.decode.request import Request, Status
 from tfexport.errors import Cancelled
-from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, pad_right, rows_of
+from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, rows_of
+from tfexport.runtime.sources import pad_sources
 
 # Sources join several at a time, an eighth of a full batch, to share an encoder run and the binding of buffers.
 JOIN_SHARE = 8
@@ -173,8 +174,8 @@ class _RunningBatch:
         if self._is_spent:  # faster than emptying the batch
             self._begin()
         first = self.num_sources
-        source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
-        self.batch.add(source_ids, source_mask, [request.prompt for request in requests])
+        sources = pad_sources(self._spec.source, [request.source for request in requests])
+        self.batch.add(sources, [request.prompt for request in requests])
         self.num_sources += len(requests)
         by_options: dict[tuple[object, ...], list[int]] = {}
         newest, key = requests[0].config, settings(requests[0].config)

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from tfexport._arguments import check_call, listed_ids
+from tfexport._arguments import check_call
 from tfexport.decode._history import History
 from tfexport.decode._processors import Processors
 from tfexport.decode._search import is_broken, nan_error, no_token_error
@@ -20,7 +20,8 @@ from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Stops
 from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Floats, Ids, Session, pad_right
+from tfexport.runtime.session import Floats, Ids, Session
+from tfexport.runtime.sources import Source, listed_sources, pad_sources, random_source
 
 # A greedy step on a GPU is run once, captured for each of two buffers, and replayed.
 WARM_UP_STEPS = 4
@@ -28,7 +29,7 @@ WARM_UP_STEPS = 4
 
 def decode(
     session: Session,
-    sources: Iterable[Iterable[int]],
+    sources: Iterable[Source],
     config: DecodeConfig,
     *,
     prefixes: Iterable[Iterable[int]] | None = None,
@@ -48,7 +49,7 @@ def decode(
     - `places`: places of the sources for the seeds of samples; None for 0, 1, ….
     """
     check_call("decode", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
-    sources = listed_ids("decode", "sources", sources)
+    sources = listed_sources(session.spec.source, "decode", sources)
     requests = check_requests(session, sources, config, prefixes, text_of, num_fixed)
     if places is not None:
         requests = [dataclasses.replace(one, place=place) for one, place in zip(requests, places, strict=True)]
@@ -60,7 +61,7 @@ def decode(
         requests = [dataclasses.replace(request, sample=sample) for request in requests for sample in range(samples)]
     wanted = Counter(request.text for request in requests)
     # Longest first: texts of about equal length are decoded together, and the shortest ones last.
-    requests.sort(key=lambda request: -len(request.source_ids))
+    requests.sort(key=lambda request: -request.source_length)
     loop.submit(requests)
     results: list[dict[int, list[Hypothesis]]] = [{} for _ in sources]
     for updates in run_loop(loop, cancel):
@@ -89,7 +90,7 @@ def alternatives(
     # A text that its forced token completes has no next token. Some sessions take only equally long prompts.
     expanded = [request for request in requests if request.is_answered]
     waiting = [request for request in requests if not request.is_answered]
-    waiting.sort(key=lambda request: (len(request.prompt), len(request.source_ids)))
+    waiting.sort(key=lambda request: (len(request.prompt), request.source_length))
     for _, group in groupby(waiting, lambda request: len(request.prompt)):
         while some := list(islice(group, size)):
             check_cancelled(cancel)
@@ -103,8 +104,7 @@ def _next_tokens(session: Session, requests: Sequence[Request]) -> tuple[Ids, Fl
     processors, history, batch = Processors(config, spec), History(spec.vocab), session.batch()
     history.add(request.prompt for request in requests)
     processors.add(requests)
-    source_ids, source_mask = pad_right([request.source_ids for request in requests], spec.tokens.pad)
-    batch.add(source_ids, source_mask, [request.prompt for request in requests])
+    batch.add(pad_sources(spec.source, [one.source for one in requests]), [one.prompt for one in requests])
     found = batch.step(history.newest, processors.num_candidates(config.num_return_sequences, history))
     broken = is_broken(found)
     if broken is not None:
@@ -133,7 +133,7 @@ def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Float
 
 def stream(
     session: Session,
-    source: Iterable[int],
+    source: Source,
     config: DecodeConfig,
     *,
     prefix: Iterable[int] = (),
@@ -172,13 +172,13 @@ def warm_up(session: Session, rows: int, source_len: int) -> None:
     spec, most = session.spec, session.limits.rows.most
     if source_len > spec.max_source_length:
         raise InputError(f"warm-up: source_len is {source_len}, the limit is {spec.max_source_length}; lower it")
-    token = spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0
-    shape = (rows if most is None else min(rows, most), source_len)
-    source_ids, source_mask = np.full(shape, token), np.ones(shape, np.bool_)
+    count = rows if most is None else min(rows, most)
+    source = random_source(spec.source, np.random.default_rng(0), source_len)
+    sources = pad_sources(spec.source, [source] * count)
     if not spec.has_decoder:
-        session.hidden_states(source_ids, source_mask)
+        session.hidden_states(sources)
         return
-    batch, newest = session.batch(), np.full(shape[0], spec.tokens.start)
-    batch.add(source_ids, source_mask, [[spec.tokens.start]] * shape[0])
+    batch, newest = session.batch(), np.full(count, spec.tokens.start)
+    batch.add(sources, [[spec.tokens.start]] * count)
     for _ in range(min(WARM_UP_STEPS, spec.max_target_length)):
         newest = batch.step(newest, 1).token_ids[:, 0]

@@ -9,11 +9,12 @@ from enum import Enum, auto
 from itertools import groupby
 from typing import Any
 
-from tfexport._arguments import ID_LISTS, as_list, is_whole, listed, listed_ids
+from tfexport._arguments import ID_LISTS, as_list, listed, listed_ids
 from tfexport.contract import ModelSpec
 from tfexport.errors import InputError, nth, raise_all, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
+from tfexport.runtime.sources import Source, id_problems, is_id, listed_sources, read_source
 
 
 class Status(Enum):
@@ -33,7 +34,8 @@ class Request:
     """One text to decode, or one sample of it. A loop changes only `status`."""
 
     text: int  # place of the text in the call
-    source_ids: tuple[int, ...]
+    source: Source  # as `read_source` returns it
+    source_length: int  # positions that the encoder returns
     prompt: tuple[int, ...]  # read first: start token, prefix, forced first token, alternative
     config: DecodeConfig
     max_new_tokens: int  # including forced tokens
@@ -61,7 +63,8 @@ class Pair:
 
     number: int  # place of the pair in the call
     num_pairs: int
-    source_ids: tuple[int, ...]
+    source: Source
+    source_length: int
     prompt: tuple[int, ...]  # start token and prefix, which the decoder reads first
     target_ids: tuple[int, ...]  # the tokens after the prompt, at least one
 
@@ -73,7 +76,7 @@ class Pair:
 
 def check_requests(
     session: Session,
-    sources: Iterable[Iterable[int]],
+    sources: Iterable[Source],
     config: DecodeConfig,
     prefixes: Iterable[Iterable[int]] | None = None,
     text_of: TextOf | None = None,
@@ -83,7 +86,7 @@ def check_requests(
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError("decode: this model has no decoder and cannot generate; use embed or classify")
-    sources = listed("decode", "sources", sources, ID_LISTS)
+    sources = listed_sources(spec.source, "decode", sources)
     prefixes = listed("decode", "prefixes", [()] * len(sources) if prefixes is None else prefixes, ID_LISTS)
     if len(prefixes) != len(sources):
         raise InputError(f"decode: got {len(prefixes)} prefixes for {len(sources)} texts; give one each, [] for none")
@@ -94,25 +97,27 @@ def check_requests(
     no_room = _room_problems(spec, limits, 0, config)
     problems, indices, requests = [*_option_problems(spec, limits, config), *no_room], [], []
     for text, values in enumerate(zip(sources, prefixes, strict=True)):
-        (source, prefix), found = _lists(source=values[0], prefix=values[1])
-        if not found:
-            found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
+        source, length, found = _read(spec, limits, values[0])
+        (prefix,), wrong = _lists(prefix=values[1])
+        found += wrong
+        if not wrong:
+            found += id_problems("prefix", prefix, spec.vocab)
             if not no_room:
                 found += _room_problems(spec, limits, len(prefix[:num_read]), config)
         problems += _named("text", text, len(sources), found)
         indices += [text] * len(found)
         if not problems:
-            requests.append(_request(spec, source, prefix, config, num_read, text, len(sources), text_of))
+            requests.append(_request(spec, source, length, prefix, config, num_read, text, len(sources), text_of))
     raise_all(InputError, "decode", problems, indices=indices)
     return requests
 
 
-def check_sources(session: Session, subject: str, sources: Iterable[Iterable[int]]) -> list[list[int]]:
+def check_sources(session: Session, subject: str, sources: Iterable[Source]) -> list[Source]:
     """Check the sources of an encoder-only model, as `check_requests`."""
-    values, problems, indices, found = listed_ids(subject, "sources", sources), list[str](), list[int](), []
+    spec, problems, indices, found = session.spec, list[str](), list[int](), list[Source]()
+    values = listed_sources(spec.source, subject, sources)
     for index, value in enumerate(values):
-        (source,), wrong = _lists(source=value)
-        wrong = wrong or _source_problems(session.spec, session.limits, source)
+        source, _, wrong = _read(spec, session.limits, value)
         problems += _named("text", index, len(values), wrong)
         indices += [index] * len(wrong)
         found.append(source)
@@ -122,7 +127,7 @@ def check_sources(session: Session, subject: str, sources: Iterable[Iterable[int
 
 def check_pairs(
     session: Session,
-    sources: Iterable[Iterable[int]],
+    sources: Iterable[Source],
     targets: Iterable[Iterable[int]],
     prefixes: Iterable[Iterable[int]] | None,
     start: int | None,
@@ -134,23 +139,28 @@ def check_pairs(
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError(f"{subject}: this model has no decoder and cannot read targets; use embed or classify")
-    lists = {"sources": listed_ids(subject, "sources", sources), "targets": listed_ids(subject, "targets", targets)}
+    lists = {
+        "sources": listed_sources(spec.source, subject, sources),
+        "targets": listed_ids(subject, "targets", targets),
+    }
     count = len(lists["sources"])
     lists["prefixes"] = [()] * count if prefixes is None else listed_ids(subject, "prefixes", prefixes)
     for name, side in lists.items():
         if len(side) != count:
             raise InputError(f"{subject}: got {len(side)} {name} for {count} sources; give one each")
-    problems, indices = [] if start is None else _id_problems("start", [start], spec.vocab), []
+    problems, indices = [] if start is None else id_problems("start", [start], spec.vocab), []
     first, eos, pairs = spec.tokens.start if start is None else start, spec.tokens.eos, list[Pair]()
     for number, values in enumerate(zip(*lists.values(), strict=True)):
-        (source, target, prefix), found = _lists(source=values[0], target=values[1], prefix=values[2])
-        if not found:
-            found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
+        source, length, found = _read(spec, limits, values[0])
+        (target, prefix), wrong = _lists(target=values[1], prefix=values[2])
+        found += wrong
+        if not wrong:
+            found += id_problems("prefix", prefix, spec.vocab)
             found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
         if not problems and not found:
             ended = [*target, eos] if add_eos and target[-1:] != [eos] else target
-            ids = (tuple(map(int, part)) for part in (source, [first, *prefix], ended))
-            pairs.append(Pair(number, count, *ids))
+            ids = (tuple(map(int, part)) for part in ([first, *prefix], ended))
+            pairs.append(Pair(number, count, source, length, *ids))
         problems += _named("pair", number, count, found)
         indices += [number] * len(found)
     raise_all(InputError, subject, problems, indices=indices)
@@ -159,7 +169,7 @@ def check_pairs(
 
 def batches(pairs: Sequence[Pair], size: int, *, can_join: bool) -> Iterator[Sequence[Pair]]:
     """Divide pairs into batches of similar length, the longest first."""
-    by_length = sorted(pairs, key=lambda pair: (-len(pair.prompt), -len(pair.target_ids), -len(pair.source_ids)))
+    by_length = sorted(pairs, key=lambda pair: (-len(pair.prompt), -len(pair.target_ids), -pair.source_length))
     groups = [by_length]
     if not can_join:  # such batches need equally long prompts
         groups = [list(group) for _, group in groupby(by_length, lambda pair: len(pair.prompt))]
@@ -173,7 +183,8 @@ def _named(what: str, index: int, count: int, problems: list[str]) -> list[str]:
 
 def _request(
     spec: ModelSpec,
-    source: list[int],
+    source: Source,
+    source_length: int,
     prefix: list[int],
     config: DecodeConfig,
     num_read: int | None,
@@ -191,7 +202,8 @@ def _request(
     forced = () if is_free or first is None else (first,)
     return Request(
         text=text,
-        source_ids=tuple(map(int, source)),
+        source=source,
+        source_length=source_length,
         prompt=tuple(map(int, (start, *read, *forced))),
         config=config,
         max_new_tokens=limit,
@@ -209,6 +221,8 @@ def _room(spec: ModelSpec, prefix_len: int) -> int:
 
 def _option_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
     problems = config.token_problems(spec.vocab)
+    if not spec.source_vocab and config.encoder_no_repeat_ngram_size:
+        problems.append("encoder_no_repeat_ngram_size needs a source of token ids, which this model does not read")
     # `num_beams` beams continue even if every beam ends with each of the end tokens.
     each = 1 + len(set(config.ends(spec.tokens.eos)))
     if config.num_beams > 1 and each * config.num_beams > spec.vocab:
@@ -224,21 +238,20 @@ def _option_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> l
     return problems
 
 
-def _source_problems(spec: ModelSpec, limits: Limits, source: Sequence[int]) -> list[str]:
-    problems = _id_problems("source", source, spec.source_vocab)
-    if len(source) == 0:
-        problems.append("the source is empty, expected one token or more")
-    if len(source) > spec.max_source_length:
-        more = limits.source_length.for_more(len(source))
-        problems.append(f"the source has {len(source)} tokens, the limit is {spec.max_source_length}; shorten it{more}")
-    return problems
+def _read(spec: ModelSpec, limits: Limits, value: object) -> tuple[Source, int, list[str]]:
+    """Return a source, its length and its problems."""
+    source, length, problems = read_source(spec.source, value)
+    if length > spec.max_source_length:
+        more, got = limits.source_length.for_more(length), f"{length} {spec.source.unit}"
+        problems.append(f"the source has {got}, the limit is {spec.max_source_length}; shorten it{more}")
+    return source, length, problems
 
 
 def _target_problems(
     spec: ModelSpec, limits: Limits, prefix_len: int, target: Sequence[int], *, add_eos: bool
 ) -> list[str]:
-    problems = _id_problems("target", target, spec.vocab)
-    ends = bool(target) and _is_id(target[-1], spec.vocab) and target[-1] == spec.tokens.eos
+    problems = id_problems("target", target, spec.vocab)
+    ends = bool(target) and is_id(target[-1], spec.vocab) and target[-1] == spec.tokens.eos
     is_ended = add_eos and not ends
     length = len(target) + is_ended
     if not length:
@@ -276,15 +289,3 @@ def _lists(**values: object) -> tuple[list[list[Any]], list[str]]:
     wrong = [name for name, ids in found.items() if ids is None]
     problems = [f"{name} is {shortened(values[name])}, expected a list of token ids" for name in wrong]
     return [ids or [] for ids in found.values()], problems
-
-
-def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:
-    # Almost always all ids are valid, and checking them together is much faster.
-    if len(ids) == 0 or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
-        return []
-    wrong = [token for token in ids if not _is_id(token, vocab)]
-    return [f"{name} has {shortened(wrong[0])}, expected ids 0 to {vocab - 1}"] if wrong else []
-
-
-def _is_id(token: object, vocab: int) -> bool:
-    return is_whole(token) and bool(0 <= token < vocab)

@@ -14,7 +14,8 @@ from tfexport.decode._search import is_broken
 from tfexport.decode.loop import check_cancelled
 from tfexport.decode.request import Pair, batches, check_pairs
 from tfexport.errors import BackendError, InputError
-from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
+from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up
+from tfexport.runtime.sources import Source, pad_sources
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Score:
 
 def score(
     session: Session,
-    sources: Iterable[Iterable[int]],
+    sources: Iterable[Source],
     targets: Iterable[Iterable[int]],
     *,
     prefixes: Iterable[Iterable[int]] | None = None,
@@ -66,8 +67,8 @@ def score(
 def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Event | None) -> list[list[float]]:
     check_cancelled(cancel)
     batch = session.batch()
-    source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], session.spec.tokens.pad)
-    batch.add(source_ids, source_mask, [pair.prompt for pair in pairs])
+    sources = pad_sources(session.spec.source, [pair.source for pair in pairs])
+    batch.add(sources, [pair.prompt for pair in pairs])
     found: list[list[float]] = [[] for _ in pairs]
     live, newest = list(range(len(pairs))), np.array([pair.prompt[-1] for pair in pairs])
     for step in range(max(len(pair.target_ids) for pair in pairs)):

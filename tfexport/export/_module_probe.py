@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,14 +17,16 @@ from tfexport.export.decoders import ModuleTraits
 from tfexport.nn.cache import ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.eager import EagerModel, EncoderDecoder
+from tfexport.nn.source import encoder_inputs, position_mask
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import FLOAT
+from tfexport.runtime.sources import Sources, pad_sources, random_source
 
 # Different sizes, so that swapped dimensions are found.
 _BATCH, _SOURCE_LEN, _PAST_LEN, _TARGET_LEN = 2, 5, 4, 3
 _SUBJECT = "the module does not fit its spec"
-_ENCODE, _STEP = "encode(source_ids, source)", "decode_step(target_ids, cross, cache)"
-_STATES, _REFERENCE = "hidden_states(source_ids, source_mask)", "reference(module, source_ids, source_mask, target_ids)"
+_ENCODE, _STEP = "encode({}, source)", "decode_step(target_ids, cross, cache)"
+_STATES, _REFERENCE = "hidden_states({}, mask)", "reference(module, {}, mask, target_ids)"
 T = TypeVar("T")
 
 
@@ -31,18 +34,23 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTr
     """Return a model's configuration, or the traits of a user's module that is tried."""
     if isinstance(model, Transformer):
         return model.config
-    source_ids, mask = torch.zeros(_BATCH, _SOURCE_LEN, dtype=torch.int64), torch.ones(_BATCH, _SOURCE_LEN).bool()
+    kind, rng = spec.source, np.random.default_rng(0)
+    sources = pad_sources(kind, [random_source(kind, rng, min(_SOURCE_LEN, spec.max_source_length))] * _BATCH)
+    name, (x, mask) = next(iter(kind.inputs)), _tensors(sources)
     if not spec.has_decoder:
-        states = _call(_STATES, cast(Any, model).hidden_states, source_ids, mask)
-        expected, names = [_BATCH, _SOURCE_LEN, spec.d_model], "batch, source_len, d_model"
+        states = _call(_STATES.format(name), cast(Any, model).hidden_states, x, mask)
+        expected, names = [_BATCH, sources.source_len, spec.d_model], "batch, source_len, d_model"
         raise_all(GraphError, _SUBJECT, _shape_problems("hidden_states returns", states, expected, names))
         return ModuleTraits(has_decoder=False)
     module, softcaps, cache_softcaps = cast(EncoderDecoder, model), list[float](), list[float]()
     source = _recording(Source(mask), softcaps)
-    pairs = _call(_ENCODE, module.encode, source_ids, source)
-    raise_all(GraphError, _SUBJECT, _pair_problems(pairs, spec))
+    pairs = _call(_ENCODE.format(name), module.encode, x, source)
+    raise_all(GraphError, _SUBJECT, _pair_problems(pairs, spec, sources.source_len))
     target_ids = torch.zeros(_BATCH, _TARGET_LEN, dtype=torch.int64)
-    cross, dtype = _recording(Cross(pairs, mask), softcaps), getattr(torch, FLOAT[spec.precision])
+    cross, dtype = (
+        _recording(Cross(pairs, torch.from_numpy(sources.mask)), softcaps),
+        getattr(torch, FLOAT[spec.precision]),
+    )
     rows, widths = (_BATCH, spec.cache_heads, _PAST_LEN), (spec.head_dim, spec.value_dim)
     past = KeyValue(*(torch.zeros(*rows, width, dtype=dtype) for width in widths))
     cache = _recording(ConcatCache([past] * spec.layers, target_ids), cache_softcaps)
@@ -82,16 +90,17 @@ def check_module(model: EagerModel, spec: ModelSpec) -> None:
     The subject of the ParityError is the wrong method; other errors are those of `traits_of`.
     """
     traits_of(model.module, replace(spec, precision="fp32"))
-    functions, length, short = _functions(model, spec), *(min(n, spec.max_source_length) for n in (7, 4))
-    mask = torch.arange(length) < torch.tensor([[length], [short]])
-    both = [torch.where(mask, _draw(spec, spec.source_vocab, length), spec.tokens.pad), mask]
+    functions, kind, rng = _functions(model, spec), spec.source, np.random.default_rng(0)
+    values = [random_source(kind, rng, min(length, spec.max_source_length)) for length in (7, 4)]
+    targets = []
     if spec.has_decoder:
-        both.append(_draw(spec, spec.vocab, min(short, spec.max_target_length)))
-        both[2][:, 0] = spec.tokens.start
-    one, other = [x[:1] for x in both], [x[1:, :short] for x in both]
+        targets = [_draw(spec, min(4, spec.max_target_length))]
+        targets[0][:, 0] = spec.tokens.start
+    both = (*_tensors(pad_sources(kind, values)), *targets)
+    one, other = ((*_tensors(pad_sources(kind, [values[row]])), *(x[row, None] for x in targets)) for row in (0, 1))
     expected = functions["reference"](*one)
     if model.generate is not None:
-        model.generate(one[0][0].tolist(), 1)  # to raise its errors before the model is traced
+        model.generate(values[0], 1)  # to raise its errors before the model is traced
     for method, function in functions.items():
         together, alone = function(*both), torch.cat([function(*one), function(*other)])
         problem = "two runs differ; disable dropout, and change neither weights nor state"
@@ -107,37 +116,44 @@ def check_module(model: EagerModel, spec: ModelSpec) -> None:
 
 def _functions(model: EagerModel, spec: ModelSpec) -> dict[str, Callable[..., Tensor]]:
     """Return the reference and the methods as functions of ids, mask and target ids."""
-    module, place = cast(Any, model.module), -1 if spec.has_decoder else 0
+    module, place, kind = cast(Any, model.module), -1 if spec.has_decoder else 0, spec.source
+    encoding, states, outputs_of = (text.format(next(iter(kind.inputs))) for text in (_ENCODE, _STATES, _REFERENCE))
 
     def reference(*inputs: Tensor) -> Tensor:
-        outputs = _call(_REFERENCE, model.reference, module, *inputs)
-        expected = [*inputs[-1].shape, spec.vocab or spec.d_model]
+        outputs = _call(outputs_of, model.reference, module, *inputs)
+        shape = inputs[2].shape if spec.has_decoder else position_mask(kind, inputs[1]).shape
+        expected = [*shape, spec.vocab or spec.d_model]
         names = "batch, target_len, vocab" if spec.has_decoder else "batch, source_len, d_model"
         raise_all(GraphError, _SUBJECT, _shape_problems("reference returns", outputs, expected, names))
         return outputs[:, place].float()
 
-    def encode(ids: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
-        pairs = _call(_ENCODE, module.encode, ids, Source(mask))
-        return torch.cat([part.transpose(1, 2)[mask].flatten(1) for p in pairs for part in (p.key, p.value)], 1)
+    def encode(x: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
+        pairs, kept = _call(encoding, module.encode, x, Source(mask)), position_mask(kind, mask)
+        return torch.cat([part.transpose(1, 2)[kept].flatten(1) for p in pairs for part in (p.key, p.value)], 1)
 
-    def decode(ids: Tensor, mask: Tensor, target_ids: Tensor, step: int = 8) -> Tensor:
-        pairs, logits = _call(_ENCODE, module.encode, ids, Source(mask)), torch.empty(0)
-        encode(ids.flip(1), mask.flip(1))  # has no effect unless the module keeps state
+    def decode(x: Tensor, mask: Tensor, target_ids: Tensor, step: int = 8) -> Tensor:
+        pairs, logits = _call(encoding, module.encode, x, Source(mask)), torch.empty(0)
+        cross_mask = position_mask(kind, mask)
+        encode(x.flip(1), mask.flip(1))  # has no effect unless the module keeps state
         past = [KeyValue(pair.key[:, :, :0], pair.value[:, :, :0]) for pair in pairs]
         for part in torch.split(target_ids, step, 1):
             cache = ConcatCache(past, part)
-            logits, past = _call(_STEP, module.decode_step, part, Cross(pairs, mask), cache), cache.present
+            logits, past = _call(_STEP, module.decode_step, part, Cross(pairs, cross_mask), cache), cache.present
         return logits
 
     if spec.has_decoder:
         return {"reference": reference, "encode": encode, "decode_step": decode}
-    return {"reference": reference, "hidden_states": lambda *x: _call(_STATES, module.hidden_states, *x)[:, 0]}
+    return {"reference": reference, "hidden_states": lambda *x: _call(states, module.hidden_states, *x)[:, 0]}
 
 
-def _draw(spec: ModelSpec, vocab: int, length: int) -> Tensor:
-    """Return two rows of ids without special tokens."""
+def _tensors(sources: Sources) -> tuple[Tensor, Tensor]:
+    return encoder_inputs(sources.kind, [torch.from_numpy(array) for array in sources.inputs.values()])
+
+
+def _draw(spec: ModelSpec, length: int) -> Tensor:
+    """Return two rows of target ids without special tokens."""
     special = asdict(spec.tokens).values()
-    ordinary = [token for token in range(vocab) if token not in special] or [spec.tokens.eos]
+    ordinary = [token for token in range(spec.vocab) if token not in special] or [spec.tokens.eos]
     return torch.tensor([ordinary[5 * n % len(ordinary)] for n in range(2 * length)]).view(2, length)
 
 
@@ -162,7 +178,7 @@ def _call(signature: str, function: Callable[..., T], *arguments: Any) -> T:
     return result
 
 
-def _pair_problems(pairs: object, spec: ModelSpec) -> list[str]:
+def _pair_problems(pairs: object, spec: ModelSpec, source_len: int) -> list[str]:
     if not isinstance(pairs, Sequence) or not all(isinstance(pair, KeyValue) for pair in pairs):
         inner = f" of {type(pairs[0]).__name__}" if isinstance(pairs, Sequence) else ""
         return [
@@ -171,7 +187,7 @@ def _pair_problems(pairs: object, spec: ModelSpec) -> list[str]:
     problems = []
     if len(pairs) != spec.layers:
         problems.append(f"encode returns {len(pairs)} layers, the spec has {spec.layers}")
-    names, expected = "batch, kv_heads, source_len, width", [_BATCH, spec.cache_heads, _SOURCE_LEN]
+    names, expected = "batch, kv_heads, source_len, width", [_BATCH, spec.cache_heads, source_len]
     for pair in pairs[:1]:
         problems += _shape_problems("encode returns keys", pair.key, [*expected, spec.head_dim], names)
         problems += _shape_problems("encode returns values", pair.value, [*expected, spec.value_dim], names)

@@ -34,7 +34,8 @@ from tfexport.export.decoders import VARIANTS
 from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
 from tfexport.nn.cache import KeyValue, Source
 from tfexport.nn.eager import align
-from tfexport.sources import SOURCE_IDS
+from tfexport.nn.source import encoder_inputs, position_mask
+from tfexport.sources import SOURCE_LEN
 
 _ATEN = torch.ops.aten
 # Not needed in a graph.
@@ -64,15 +65,17 @@ def trace_encoder(
     """Trace the encoder; `source` creates its self-attention from the mask."""
 
     def encode(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
-        source_ids, source_mask = inputs[SOURCE_IDS], inputs[contract.SOURCE_MASK]
+        x, mask = encoder_inputs(spec.source, list(inputs.values()))
         if not spec.has_decoder:
-            states = model.hidden_states(source_ids, source_mask)
-            logits = [] if spec.head == "none" else [model.classify(states, source_mask).float()]
-            return [states.float(), *logits]
-        return _flat(model.encode(source_ids, source(source_mask)))
+            states = model.hidden_states(x, mask)
+            if spec.head == "none":
+                return [states.float()]
+            returned = position_mask(spec.source, mask)
+            return [states.float(), model.classify(states, returned).float()]
+        return _flat(model.encode(x, source(mask)))
 
     method = "encode" if spec.has_decoder else "hidden_states"
-    return _trace(_Function(model, encode), contract.encoder_graph(spec), opset, method)
+    return _trace(_Function(model, encode), contract.encoder_graph(spec), opset, method, spec)
 
 
 def trace_decoder(
@@ -93,7 +96,7 @@ def trace_decoder(
         inputs=tuple(tensor for tensor in graph.inputs if tensor.name != contract.NUM_CANDIDATES),
         outputs=tuple(tensor for tensor in graph.outputs if tensor.name in (contract.LOGITS, *present)),
     )
-    traced = _trace(_Function(model, step), expected, opset, f"decode_step, {variant} variant")
+    traced = _trace(_Function(model, step), expected, opset, f"decode_step, {variant} variant", spec)
     for change in kind.passes:
         change(traced)
     if speculation:
@@ -104,12 +107,11 @@ def trace_decoder(
 def trace_alignment(model: nn.Module, spec: ModelSpec, heads: AlignmentHeads, opset: int) -> ir.Model:
     """Trace cross-attention weights, in basic operators and only up to their layer."""
 
-    def attention(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def function(model: Any, inputs: dict[str, Tensor]) -> Tensor:
         *source, target_ids = inputs.values()
         return align(model, heads, spec.source, source, target_ids)
 
-    function = _Function(model, attention)
-    return _trace(function, contract.alignment_graph(spec), opset, "alignment")
+    return _trace(_Function(model, function), contract.alignment_graph(spec), opset, "alignment", spec)
 
 
 def _flat(pairs: Sequence[KeyValue]) -> list[Tensor]:
@@ -120,14 +122,15 @@ def _pairs(tensors: Sequence[Tensor]) -> list[KeyValue]:
     return [KeyValue(key, value) for key, value in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
-def _trace(module: nn.Module, expected: GraphSpec, opset: int, subject: str) -> ir.Model:
+def _trace(module: nn.Module, expected: GraphSpec, opset: int, subject: str, spec: ModelSpec) -> ir.Model:
+    sizes = SAMPLE | spec.source.sizes(SAMPLE[SOURCE_LEN])
     try:
         # Without PyTorch's cache of operator results, capturing a decoder takes two thirds of the time.
         uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
         with _quiet(), torch.no_grad(), uncached:
             program = capture(
                 module,
-                {tensor.name: _sample(tensor) for tensor in expected.inputs},
+                {tensor.name: _sample(tensor, sizes) for tensor in expected.inputs},
                 {tensor.name: _dynamic(tensor) for tensor in expected.inputs},
             )
             model = _translate(program, opset)
@@ -303,8 +306,8 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}" + (f" ({place[1]} line {place[2]})" if place else "")
 
 
-def _sample(tensor: TensorSpec) -> Tensor:
-    shape = [SAMPLE[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+def _sample(tensor: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
     return torch.full(shape, tensor.dtype == "bool", dtype=getattr(torch, tensor.dtype))
 
 

@@ -43,8 +43,8 @@ class OwnModule:
         texts: sample texts and your own code around the model, which the tokenizers are compared with.
         around: ids to add around a text, if the texts do not show them. Its samples are ignored.
         generation: generation defaults of the bundle.
-        generate: your own greedy loop, to compare with: `generate(module, source_ids, max_new_tokens)` takes a list of
-            ids and returns the new ids, with or without start and end.
+        generate: your own greedy loop, to compare with: `generate(module, source, max_new_tokens)` takes a list of ids,
+            or an array of features or pixels, and returns the new ids, with or without start and end.
     """
 
     module: nn.Module
@@ -54,7 +54,7 @@ class OwnModule:
     texts: RecordedTexts | None = None
     around: TextConfig = field(default_factory=TextConfig)
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    generate: Callable[[nn.Module, list[int], int], Any] | None = None
+    generate: Callable[[nn.Module, Any, int], Any] | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -102,15 +102,15 @@ class OwnModule:
         return EagerModel(self.module.eval(), self.reference or at_once, generate, author)
 
     @torch.no_grad()
-    def _generated(self, source_ids: list[int], limit: int) -> tuple[int, ...]:
+    def _generated(self, source: Any, limit: int) -> tuple[int, ...]:
         """Call `generate`; return ids up to the end token or the limit."""
         assert self.generate is not None
         try:
-            ids = torch.as_tensor(self.generate(self.module, source_ids, limit)).flatten().long().tolist()
+            ids = torch.as_tensor(self.generate(self.module, source, limit)).flatten().long().tolist()
             if wrong := [token for token in ids if token not in range(self.spec.vocab)]:
                 raise ValueError(f"returns {wrong[0]}, expected ids from 0 to {self.spec.vocab - 1}")
         except Exception as error:
-            problem = f"{raised_by(error)}, called as generate(module, {len(source_ids)} ids, {limit})"
+            problem = f"{raised_by(error)}, called as generate(module, source of {len(source)}, {limit})"
             raise ConfigError(problem, subject="generate", remedy="return the new ids as a list") from error
         tokens, ids = self.spec.tokens, ids[ids[:1] == [self.spec.tokens.start] :]
         return (*(ids[: ids.index(tokens.eos)] if tokens.eos in ids else ids), tokens.eos)[:limit]

@@ -32,7 +32,8 @@ from tfexport.model.result import (
     with_copies,
 )
 from tfexport.runtime.cpu import Threads
-from tfexport.runtime.session import Floats, Ids, Mask, Session, pad_right
+from tfexport.runtime.session import Floats, Mask, Session
+from tfexport.runtime.sources import Source, Sources, pad_sources
 from tfexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -348,8 +349,8 @@ class Model:
         check_call("embed", batch_size=batch_size, cancel=cancel, normalize=normalize)
         sources = self.source_ids(texts)
         vectors = np.empty((len(sources), self.spec.d_model), np.float32)
-        for rows, ids, mask in self._batches(sources, batch_size, cancel):
-            vectors[rows] = _pooled(self.session.hidden_states(ids, mask), mask, pooling or self.spec.pooling)
+        for rows, some in self._batches(sources, batch_size, cancel):
+            vectors[rows] = _pooled(self.session.hidden_states(some), some.mask, pooling or self.spec.pooling)
         if normalize:
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
         return vectors
@@ -366,8 +367,8 @@ class Model:
         if self.spec.head == "none":
             raise InputError("classify: this bundle has no head; import a checkpoint with one and its logits")
         sources, labels, found = self.source_ids(texts), self.spec.labels, dict[int, Classification]()
-        for rows, ids, mask in self._batches(sources, batch_size, cancel):
-            for row, logits in zip(rows, self.session.logits(ids, mask), strict=True):
+        for rows, some in self._batches(sources, batch_size, cancel):
+            for row, logits in zip(rows, self.session.logits(some), strict=True):
                 own = logits if logits.ndim == 1 else logits[: len(sources[row])]
                 best = own.argmax(-1)
                 label = labels[best] if best.ndim == 0 else tuple(labels[number] for number in best)
@@ -410,15 +411,15 @@ class Model:
         return source_ids, target_ids, [prefix] * len(source_ids)
 
     def _batches(
-        self, sources: Sequence[Sequence[int]], size: int, cancel: threading.Event | None
-    ) -> Iterator[tuple[list[int], Ids, Mask]]:
+        self, sources: Sequence[Source], size: int, cancel: threading.Event | None
+    ) -> Iterator[tuple[list[int], Sources]]:
         """Yield sources of similar length together, with their places."""
         size = min(size, self.session.limits.rows.most or size)
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         for first in range(0, len(order), size):
             check_cancelled(cancel)
             rows = order[first : first + size]
-            yield rows, *pad_right([sources[row] for row in rows], self.spec.tokens.pad)
+            yield rows, pad_sources(self.spec.source, [sources[row] for row in rows])
 
     def _unset_options(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
         return set() if config else self.defaults.given().keys() - options.keys()

@@ -17,7 +17,7 @@ from tfexport.sources import SourceKind
 
 # Returns logits [batch, target_len, vocab], or without a decoder states [batch, source_len, d_model].
 Reference = Callable[..., Tensor]
-Generate = Callable[[list[int], int], Sequence[int]]
+Generate = Callable[[Any, int], Sequence[int]]
 
 
 def at_once(module: Any, x: Tensor, source_mask: Tensor, target_ids: Tensor | None = None) -> Tensor:
@@ -33,7 +33,7 @@ class EagerModel:
 
     module: nn.Module  # an `EncoderDecoder`, or encoder-only with `hidden_states`; float32, in eval mode
     reference: Reference = at_once  # of module, source_ids, source_mask (True = token), and target_ids for a decoder
-    generate: Generate | None = None  # the author's own greedy loop, of source ids and a limit
+    generate: Generate | None = None  # the author's own greedy loop, of a source and a limit
     author: str | None = None  # that of `proof_of`
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class AlignedCross(Cross):
 def align(
     model: EncoderDecoder, selected: AlignmentHeads, kind: SourceKind, inputs: Sequence[Tensor], target_ids: Tensor
 ) -> Tensor:
-    """Return the attention of whole targets to the source.
+    """Return the attention of whole targets to the source, whose `inputs` are those of the encoder graph.
 
     `selected` is a result of `AlignmentHeads.within`, and `inputs` are those of the encoder graph. The weights are
     float32 [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.

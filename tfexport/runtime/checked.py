@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tfexport.contract import HIDDEN_STATES, LOGITS, ModelSpec
-from tfexport.errors import BackendError, InputError
+from tfexport.errors import BackendError, InputError, raise_all
 from tfexport.precision import Accuracy
-from tfexport.runtime.session import LONGER, NO_ALIGNMENT, Batch, Candidates, Floats, Ids, Limits, Mask, Prompts
+from tfexport.runtime.session import LONGER, NO_ALIGNMENT, Batch, Candidates, Floats, Ids, Limits, Prompts
+from tfexport.runtime.sources import Sources, batch_problems
 
 
 class CheckedSession(ABC):
@@ -35,23 +36,23 @@ class CheckedSession(ABC):
             raise InputError(f"width is {width}, expected 1 or more")
         return self._batch(width)
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def hidden_states(self, sources: Sources) -> Floats:
         """Return the encoder's output, float32 [batch, source_len, d_model]."""
         self._check_open()
         if self.spec.has_decoder:
             raise BackendError(f"{self.backend}: this model has a decoder and returns no hidden states; use generate")
-        return self._checked(source_ids, source_mask, HIDDEN_STATES)
+        return self._checked(sources, HIDDEN_STATES)
 
-    def logits(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def logits(self, sources: Sources) -> Floats:
         """Return the head's logits, [batch, source_len, labels] or [batch, labels]."""
         self._check_open()
         if self.spec.head == "none":
             raise BackendError(f"{self.backend}: this model has no head; use its hidden states")
-        return self._checked(source_ids, source_mask, LOGITS)
+        return self._checked(sources, LOGITS)
 
-    def _checked(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
-        _check_source(self.spec, source_ids, source_mask)
-        return self._encode(source_ids, source_mask, output)
+    def _checked(self, sources: Sources, output: str) -> Floats:
+        _check_sources(self.spec, sources)
+        return self._encode(sources, output)
 
     @abstractmethod
     def close(self) -> None:
@@ -65,7 +66,7 @@ class CheckedSession(ABC):
     def _batch(self, width: int) -> Batch: ...
 
     @abstractmethod
-    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats: ...
+    def _encode(self, sources: Sources, output: str) -> Floats: ...
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -77,20 +78,20 @@ class CheckedAligner(CheckedSession):
 
     has_alignment: bool
 
-    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+    def align(self, sources: Sources, target_ids: Ids) -> Floats:
         """Return the cross-attention of whole targets."""
         self._check_open()
         if not self.has_alignment:
             raise BackendError(NO_ALIGNMENT)
-        _check_source(self.spec, source_ids, source_mask)
-        sources, shape = len(source_ids), target_ids.shape
-        if len(shape) != 2 or target_ids.dtype != np.int64 or shape[0] != sources or target_ids.size == 0:
-            raise InputError(f"target_ids is {target_ids.dtype} {shape}, expected int64 [{sources}, target_len]")
-        _check_prompts(self.spec, sources, target_ids.tolist())
-        return self._align(source_ids, source_mask, target_ids)
+        _check_sources(self.spec, sources)
+        count, shape = len(sources), target_ids.shape
+        if len(shape) != 2 or target_ids.dtype != np.int64 or shape[0] != count or target_ids.size == 0:
+            raise InputError(f"target_ids is {target_ids.dtype} {shape}, expected int64 [{count}, target_len]")
+        _check_prompts(self.spec, count, target_ids.tolist())
+        return self._align(sources, target_ids)
 
     @abstractmethod
-    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats: ...
+    def _align(self, sources: Sources, target_ids: Ids) -> Floats: ...
 
 
 class CheckedBatch(ABC):
@@ -103,11 +104,11 @@ class CheckedBatch(ABC):
         self.lengths: Ids = np.zeros(0, np.int64)
         self._spec = spec
 
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+    def add(self, sources: Sources, prompts: Prompts) -> None:
         """Encode sources and read every prompt except its last token."""
-        _check_source(self._spec, source_ids, source_mask)
-        _check_prompts(self._spec, len(source_ids), prompts)
-        self._add(source_ids, source_mask, prompts)
+        _check_sources(self._spec, sources)
+        _check_prompts(self._spec, len(sources), prompts)
+        self._add(sources, prompts)
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         """Read one token of every row and return its best next tokens."""
@@ -129,7 +130,7 @@ class CheckedBatch(ABC):
         self._remove(sources)
 
     @abstractmethod
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None: ...
+    def _add(self, sources: Sources, prompts: Prompts) -> None: ...
 
     @abstractmethod
     def _step(self, target_ids: Ids, num_candidates: int) -> Candidates: ...
@@ -156,18 +157,11 @@ class CheckedScoring(CheckedBatch):
     def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates: ...
 
 
-def _check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
-    if source_ids.ndim != 2 or source_ids.dtype != np.int64 or source_ids.size == 0:
-        raise InputError(f"source_ids is {source_ids.dtype} {source_ids.shape}, expected int64 [batch, source_len]")
-    if source_mask.shape != source_ids.shape or source_mask.dtype != np.bool_:
-        raise InputError(f"source_mask is {source_mask.dtype} {source_mask.shape}, expected bool {source_ids.shape}")
-    if (length := source_ids.shape[1]) > spec.max_source_length:
+def _check_sources(spec: ModelSpec, sources: Sources) -> None:
+    raise_all(InputError, "", batch_problems(spec.source, sources))
+    if (length := sources.source_len) > spec.max_source_length:
         remedy = f"shorten it, or {LONGER.format('source')}"
-        raise InputError(f"source has {length} tokens, the limit is {spec.max_source_length}; {remedy}")
-    if not source_mask[:, 0].all() or (source_mask[:, 1:] & ~source_mask[:, :-1]).any():
-        raise InputError("source_mask must begin with True in every row and be padded on the right only")
-    if source_ids.min() < 0 or source_ids.max() >= spec.source_vocab:
-        raise _out_of_range("source_ids", source_ids, spec.source_vocab)
+        raise InputError(f"source has {length} {spec.source.unit}, the limit is {spec.max_source_length}; {remedy}")
 
 
 def _check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:

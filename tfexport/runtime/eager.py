@@ -18,11 +18,13 @@ from tfexport.nn.cache import Cross, KeyValue, RowCache, Source
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_weights
 from tfexport.nn.eager import EagerModel, align
+from tfexport.nn.source import encoder_inputs
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring
 from tfexport.runtime.registry import LoadOptions
-from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up, given_candidates, rows_of
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Prompts, close_up, given_candidates, rows_of
+from tfexport.runtime.sources import Array, Sources
 
 # Initial cache capacity in tokens; it doubles when full.
 FIRST_CAPACITY = 32
@@ -51,19 +53,20 @@ class EagerSession(CheckedAligner):
         return EagerBatch(self, width)
 
     @torch.inference_mode()
-    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
+    def _encode(self, sources: Sources, output: str) -> Floats:
         model = self.open_model()
-        ids, mask = _inputs(model, source_ids, source_mask)
-        states = model.hidden_states(ids, mask)
-        found: Floats = (states if output == HIDDEN_STATES else model.classify(states, mask)).float().cpu().numpy()
+        states = model.hidden_states(*encoder_inputs(sources.kind, _inputs(model, *sources.inputs.values())))
+        if output != HIDDEN_STATES:
+            states = model.classify(states, *_inputs(model, sources.mask))
+        found: Floats = states.float().cpu().numpy()
         return found
 
     @torch.inference_mode()
-    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+    def _align(self, sources: Sources, target_ids: Ids) -> Floats:
         model = self.open_model()
         assert self._alignment is not None
-        *source, target = _inputs(model, source_ids, source_mask, target_ids)
-        weights: Floats = align(model, self._alignment, self.spec.source, source, target).cpu().numpy()
+        *inputs, ids = _inputs(model, *sources.inputs.values(), target_ids)
+        weights: Floats = align(model, self._alignment, sources.kind, inputs, ids).cpu().numpy()
         return weights
 
     def close(self) -> None:
@@ -88,10 +91,11 @@ class EagerBatch(CheckedScoring):
         self._past: list[KeyValue] = []  # of each layer, [rows, heads, capacity, …]
 
     @torch.inference_mode()
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        new, mask = len(source_ids), self._tensor(source_mask)
-        cross = self._session.open_model().encode(self._tensor(source_ids), Source(mask))
-        first, length = self.lengths.size, max(source_mask.shape[1], self._source_mask.shape[1])
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
+        new, mask = len(sources), self._tensor(sources.mask)
+        x, x_mask = encoder_inputs(sources.kind, [self._tensor(array) for array in sources.inputs.values()])
+        cross = self._session.open_model().encode(x, Source(x_mask))
+        first, length = self.lengths.size, max(sources.source_len, self._source_mask.shape[1])
         if not self._cross:
             self._cross, self._source_mask = cross, mask
             # Zeros, because masked places must be finite.
@@ -160,11 +164,11 @@ class EagerBatch(CheckedScoring):
         places = self._tensor(rows)
         return _map(lambda part: part.index_select(0, places), caches)
 
-    def _tensor(self, array: Ids | Mask) -> Tensor:
+    def _tensor(self, array: Array) -> Tensor:
         return torch.tensor(array, device=self._device)
 
 
-def _inputs(model: nn.Module, *arrays: Ids | Mask) -> list[Tensor]:
+def _inputs(model: nn.Module, *arrays: Array) -> list[Tensor]:
     device = next(model.parameters()).device
     return [torch.tensor(array, device=device) for array in arrays]
 
@@ -194,10 +198,11 @@ def _grown(part: Tensor, rows: int, length: int) -> Tensor:
 
 
 @torch.inference_mode()
-def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_ids: Ids | None = None) -> Floats:
+def full_outputs(model: EagerModel, sources: Sources, target_ids: Ids | None = None) -> Floats:
     """Return the logits or hidden states of all positions, from a model on the CPU."""
-    inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids) if array is not None)
-    outputs: Floats = model(*inputs).float().numpy()
+    inputs = encoder_inputs(sources.kind, [torch.from_numpy(array) for array in sources.inputs.values()])
+    targets = () if target_ids is None else (torch.from_numpy(target_ids),)
+    outputs: Floats = model(*inputs, *targets).float().numpy()
     return outputs
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tfexport.contract import ModelSpec
 from tfexport.precision import Accuracy
+from tfexport.runtime.sources import Sources
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -98,15 +99,11 @@ class Batch(Protocol):
     def lengths(self) -> Ids:
         """Number of tokens in the cache of every row, int64 [rows]; read-only."""
 
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+    def add(self, sources: Sources, prompts: Prompts) -> None:
         """Encode sources, give each `width` equal rows, and prefill their prompts.
 
-        The last token of a prompt is not read; the first `step` reads it.
-
-        Args:
-            source_ids: int64 [new sources, source_len], padded on the right.
-            source_mask: bool [new sources, source_len], True for tokens.
-            prompts: one for each new source, at least one token each; the lengths may differ.
+        There is one prompt for each new source, of at least one token; the lengths may differ. The last token of a
+        prompt is not read; the first `step` reads it.
         """
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
@@ -165,12 +162,12 @@ class Aligns(Protocol):
 
     has_alignment: bool  # whether the bundle was exported with an alignment
 
-    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+    def align(self, sources: Sources, target_ids: Ids) -> Floats:
         """Read whole targets and return the mean cross-attention of the alignment heads.
 
-        `source_ids` and `source_mask` are those of `Batch.add`. `target_ids`, int64 [batch, target_len], are the start
-        token and the target without its last token, padded on the right with any token. The result is float32 [batch,
-        target_len, source_len]. Each row belongs to the token after the position and sums to 1; padding is 0.
+        `target_ids`, int64 [batch, target_len], are the start token and the target without its last token, padded on
+        the right with any token. The result is float32 [batch, target_len, source_len]. Each row belongs to the token
+        after the position and sums to 1; padding is 0.
         """
 
 
@@ -185,10 +182,10 @@ class Session(Protocol):
     def batch(self, width: int = 1) -> Batch:
         """Return an empty batch with `width` rows per source; several can exist at once."""
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def hidden_states(self, sources: Sources) -> Floats:
         """Return the output of an encoder-only model, [batch, source_len, d_model]."""
 
-    def logits(self, source_ids: Ids, source_mask: Mask) -> Floats:
+    def logits(self, sources: Sources) -> Floats:
         """Return the logits of the head, [batch, source_len, labels] or [batch, labels]."""
 
     def close(self) -> None:
@@ -223,15 +220,6 @@ def rows_of(sources: Ids, width: int) -> Ids:
     """Return the rows of sources, `width` each, in their order."""
     rows: Ids = (sources[:, None] * width + np.arange(width)).ravel()
     return rows
-
-
-def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
-    """Return non-empty sources as source_ids int64 and source_mask bool, [batch, len]."""
-    lengths = np.array([len(source) for source in sources])
-    mask = np.arange(lengths.max()) < lengths[:, None]
-    ids = np.full(mask.shape, pad_id, np.int64)
-    ids[mask] = np.concatenate([np.asarray(source, np.int64) for source in sources])
-    return ids, mask
 
 
 def prefilled(prompts: Prompts) -> Ids:

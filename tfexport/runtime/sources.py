@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport._arguments import as_list, is_whole
-from tfexport.errors import shortened
+from tfexport._arguments import as_list, is_whole, listed, listed_ids
+from tfexport.errors import InputError, shortened
 from tfexport.sources import (
+    BATCH,
     FEATURE_MASK,
     FEATURES,
     FRAMES,
@@ -70,42 +71,46 @@ def _resized(array: Array, length: int) -> Array:
     return np.pad(array, [(0, 0), (0, length - array.shape[1]), *[(0, 0)] * (array.ndim - 2)])
 
 
-def source_length(kind: SourceKind, source: Source) -> int:
-    """Return the number of positions that the encoder returns for a source."""
+def listed_sources(kind: SourceKind, subject: str, value: object) -> list[Any]:
+    """Return the sources of a call as a list; raise `InputError` if they are none."""
     if isinstance(kind, TokenSource):
-        return len(source)
-    return int(kind.positions(len(source))) if isinstance(kind, FeatureSource) else kind.positions
+        return listed_ids(subject, "sources", value)
+    name, (_, shape) = next(iter(kind.inputs.items()))
+    if getattr(value, "ndim", 0) == len(shape) - 1:
+        raise InputError(f"{subject}: sources is one array {list(cast(Array, value).shape)}; write [{name}]")
+    return list(cast(Array, value)) if hasattr(value, "ndim") else listed(subject, "sources", value, "arrays")
 
 
 @functools.singledispatch
-def read_source(kind: SourceKind, value: object) -> tuple[Source, list[str]]:
-    """Return a source as a list of ids or a float32 array, and its problems."""
+def read_source(kind: SourceKind, value: object) -> tuple[Source, int, list[str]]:
+    """Return a source, the positions that the encoder returns for it, and its problems."""
     raise TypeError(kind)
 
 
 @read_source.register
-def _(kind: TokenSource, value: object) -> tuple[list[int], list[str]]:
+def _(kind: TokenSource, value: object) -> tuple[list[int], int, list[str]]:
     ids = as_list(value)
     if ids is None:
-        return [], [f"source is {shortened(value)}, expected a list of token ids"]
+        return [], 0, [f"source is {shortened(value)}, expected a list of token ids"]
     if problems := id_problems("source", ids, kind.vocab):
-        return ids, problems
-    return list(map(int, ids)), [] if ids else ["the source is empty, expected one token or more"]
+        return [], len(ids), problems
+    return list(map(int, ids)), len(ids), [] if ids else ["the source is empty, expected one token or more"]
 
 
 @read_source.register
-def _(kind: FeatureSource, value: object) -> tuple[Array, list[str]]:
+def _(kind: FeatureSource, value: object) -> tuple[Array, int, list[str]]:
     found, problems = _floats(FEATURES, value, (FRAMES, kind.dim))
     if not problems and kind.frames not in (None, len(found)):
         problems = [f"features has {len(found):,} frames, expected {kind.frames:,}; use the model's processor"]
     if not problems and len(found) <= (fewest := kind.most_frames(0)):
         problems = [f"features has {len(found)} frames, expected {fewest + 1} or more"]
-    return found, problems
+    return found, 0 if problems else int(kind.positions(len(found))), problems
 
 
 @read_source.register
-def _(kind: ImageSource, value: object) -> tuple[Array, list[str]]:
-    return _floats(PIXELS, value, kind.shape)
+def _(kind: ImageSource, value: object) -> tuple[Array, int, list[str]]:
+    found, problems = _floats(PIXELS, value, kind.shape)
+    return found, kind.positions, problems
 
 
 def _floats(name: str, value: object, shape: tuple[str | int, ...]) -> tuple[NDArray[np.float32], list[str]]:
@@ -188,18 +193,33 @@ def _(kind: ImageSource, rng: np.random.Generator, source_len: int) -> Array:
 
 @functools.lru_cache(8)
 def _ordinary(kind: TokenSource) -> NDArray[np.int64]:
-    return np.setdiff1d(np.arange(kind.vocab), kind.special)
+    every = np.arange(kind.vocab)
+    ordinary = np.setdiff1d(every, kind.special)
+    return ordinary if ordinary.size else every
 
 
-def value_problems(sources: Sources) -> list[str]:
-    """List what is wrong with the values of a batch, whose types and shapes are right."""
-    if not isinstance(sources.kind, TokenSource):
-        name = next(iter(sources.inputs))
-        return [] if np.isfinite(sources.inputs[name]).all() else [f"{name} has NaN or infinity"]
-    ids = sources.inputs[SOURCE_IDS]
-    if ids.min() >= 0 and ids.max() < sources.kind.vocab:
+def batch_problems(kind: SourceKind, sources: Sources) -> list[str]:
+    """List what is wrong with the arrays of a batch for a model that reads `kind`."""
+    if list(sources.inputs) != list(kind.inputs):
+        return [f"the inputs are {', '.join(sources.inputs)}, expected {', '.join(kind.inputs)}"]
+    sizes, problems = dict[str | int, int]({BATCH: len(sources)}), list[str]()
+    for name, (dtype, shape) in kind.inputs.items():
+        array = sources.inputs[name]
+        sizes = dict(zip(shape, array.shape, strict=False)) | sizes  # the mask is as long as the features
+        wanted = tuple(dim if isinstance(dim, int) else sizes.get(dim, 0) for dim in shape)
+        if array.shape != wanted or array.dtype != dtype or array.size == 0:
+            problems.append(f"{name} is {array.dtype} {array.shape}, expected {dtype} [{', '.join(map(str, shape))}]")
+        elif dtype == "bool" and (not array[:, 0].all() or (array[:, 1:] & ~array[:, :-1]).any()):
+            problems.append(f"{name} must begin with True in every row and be padded on the right only")
+    return problems or _value_problems(kind, *next(iter(sources.inputs.items())))
+
+
+def _value_problems(kind: SourceKind, name: str, values: Array) -> list[str]:
+    if not isinstance(kind, TokenSource):
+        return [] if np.isfinite(values).all() else [f"{name} has NaN or infinity, expected finite numbers"]
+    if values.min() >= 0 and values.max() < kind.vocab:
         return []
-    return [f"{SOURCE_IDS} reach from {ids.min()} to {ids.max()}, expected 0 … {sources.kind.vocab - 1}"]
+    return [f"{name} reach from {values.min()} to {values.max()}, expected 0 … {kind.vocab - 1}"]
 
 
 def id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:

@@ -42,7 +42,7 @@ class Generation(Generic[Item, Answer]):
     def __post_init__(self) -> None:
         config = self.request.config
         self.status = Status.WAITING  # if it is CANCELLED, the thread drops it before the next step
-        self.width, self.source_length = config.num_beams, len(self.request.source_ids)
+        self.width, self.source_length = config.num_beams, self.request.source_length
         # Finding the alternatives encodes the source too.
         self.num_sources, self.num_rows = num_parts(config) + config.return_alternatives, num_rows(config)
         self.parts: list[Request] = []  # one for each sample or alternative

@@ -220,7 +220,7 @@ class Scheduler:
         parts: list[Request] = []
         longest = 0
         while self._entering:
-            longest = max(longest, len(self._entering[0].source_ids))
+            longest = max(longest, self._entering[0].source_length)
             if (parts or budget < self._budget) and longest * (len(parts) + 1) > budget:
                 break
             part = self._entering.popleft()

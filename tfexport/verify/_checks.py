@@ -161,7 +161,7 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
         decodes = compare_all_decodes(eager, finite, sources, report) if finite else []
         decodes += compare_long_decodes(eager, finite, long, report) if finite else []
         if generate := stages.model.generate:
-            sources += [batch.source_ids[0].tolist() for batch in long]
+            sources += [batch.first for batch in long]
             report(f"decoding {len(sources)} sequences: your own generation loop")
             decodes += compare_own_loop(generate, eager, finite, sources)
         compared = [Stage("eager", eager, max((number.worst for number in checks.rounding), default=0.0)), *finite]
@@ -184,15 +184,15 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
 
 
 def _encoder_numbers(model: EagerModel, named: Named, batches: Sequence[Batch], report: Reporter) -> Iterator[Numbers]:
-    (stage, session), sources = named, [(batch.source_ids, batch.source_mask) for batch in batches]
+    (stage, session), every = named, [batch.sources for batch in batches]
     report(f"comparing hidden states: {stage}")
-    expected = [full_outputs(model, ids, mask) * mask[:, :, None] for ids, mask in sources]
-    got = [session.hidden_states(ids, mask) * mask[:, :, None] for ids, mask in sources]
+    expected = [full_outputs(model, sources) * sources.mask[:, :, None] for sources in every]
+    got = [session.hidden_states(sources) * sources.mask[:, :, None] for sources in every]
     yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance, "states")
     if session.spec.head != "none":
         report(f"comparing logits: {stage}")
         eager = EagerSession(model.module, replace(session.spec, precision="fp32"))
-        expected, got = ([_kept(each.logits(ids, mask), mask) for ids, mask in sources] for each in (eager, session))
+        expected, got = ([_kept(each.logits(s), s.mask) for s in every] for each in (eager, session))
         yield compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
 
 
@@ -238,7 +238,7 @@ class _Numbers:
                 expected = [_alignment(self._eager, batch) for batch in self._batches]
                 # The last entry, the sum over source tokens, detects weight on padding.
                 for array, batch in zip(expected, self._batches, strict=True):
-                    array[:, :, :-1] *= batch.source_mask[:, None]
+                    array[:, :, :-1] *= batch.sources.mask[:, None]
                     array[:, :, -1] = 1
                 got = [_alignment(session, batch) for batch in self._batches]
                 yield compare(stage, expected, got, self._tolerance(session), "alignment")
@@ -250,15 +250,15 @@ class _Numbers:
 
 def _all_positions(model: EagerModel, batch: Batch) -> Floats:
     try:
-        outputs = full_outputs(model, batch.source_ids, batch.source_mask, batch.target_ids)
+        outputs = full_outputs(model, batch.sources, batch.target_ids)
     except Exception as error:
-        lengths = f"{batch.source_ids.shape[1]} source and {batch.target_ids.shape[1]} target tokens"
+        lengths = f"{batch.sources.source_len} source and {batch.target_ids.shape[1]} target tokens"
         remedy = "lower max_source_length or max_target_length of its spec, or correct its code"
         raise ParityError(f"the reference fails for {lengths} ({raised_by(error)}); {remedy}") from error
     return outputs[:, batch.prefill - 1 :].copy()  # a view would keep all positions in memory
 
 
 def _alignment(session: Aligns, batch: Batch) -> Floats:
-    found = session.align(batch.source_ids, batch.source_mask, batch.target_ids)
-    sums: Floats = np.where(batch.source_mask[:, None], found, 0).sum(2, keepdims=True, dtype=np.float32)
+    found = session.align(batch.sources, batch.target_ids)
+    sums: Floats = np.where(batch.sources.mask[:, None], found, 0).sum(2, keepdims=True, dtype=np.float32)
     return np.concatenate((found, sums), 2)

@@ -17,6 +17,7 @@ from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.nn.eager import Generate
 from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Session
+from tfexport.runtime.sources import Source, pad_sources
 from tfexport.text.config import TextSample
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify._numbers import Batch as NumberedBatch
@@ -27,7 +28,7 @@ METHODS = {"greedy": 1, "beam 4": 4}
 _PERTURBATIONS = 32
 # Extra candidates, whose order noise may change.
 _SPARE = 8
-Sources = Sequence[Sequence[int]]
+Prefixes = Sequence[Sequence[int]]
 Tokens = tuple[int, ...]
 
 
@@ -43,8 +44,15 @@ class Stage(NamedTuple):
         return self.session.accuracy == "fp32"
 
 
+class Expected(NamedTuple):
+    """A source and the tokens that the user's own code generates for it."""
+
+    source: Source
+    target_ids: Tokens
+
+
 def decode_best(
-    session: Session, sources: Sources, num_beams: int, batch_size: int, prefixes: Sources | None = None
+    session: Session, sources: Sequence[Source], num_beams: int, batch_size: int, prefixes: Prefixes | None = None
 ) -> list[Hypothesis]:
     """Decode at most 12 tokens of every source, or exactly 12 after `prefixes`."""
     limit = min(NEW_TOKENS, session.spec.max_target_length)
@@ -60,7 +68,7 @@ def compare_long_decodes(
     for batch in batches:
         new = min(NEW_TOKENS, eager.spec.max_target_length)
         allowed = np.where(batch.target_ids == eager.spec.tokens.eos, eager.spec.tokens.start, batch.target_ids)
-        sources.append(batch.source_ids[0].tolist())
+        sources.append(batch.first)
         prefixes.append(allowed[0, 1 : batch.target_ids.shape[1] - new + 1].tolist())
     expected = decode_best(eager, sources, 1, 1, prefixes)
     for stage in stages:
@@ -71,7 +79,7 @@ def compare_long_decodes(
 
 
 def compare_all_decodes(
-    eager: Session, stages: Sequence[Stage], sources: Sources, report: Callable[[str], None]
+    eager: Session, stages: Sequence[Stage], sources: Sequence[Source], report: Callable[[str], None]
 ) -> list[Decodes]:
     """Decode with every stage and method; then compare single sources with batches."""
     found = []
@@ -103,12 +111,12 @@ def compare_decodes(
     stage: Stage,
     method: str,
     eager: Session,
-    sources: Sources,
+    sources: Sequence[Source],
     expected: Sequence[Hypothesis],
     got: Sequence[Hypothesis],
     *,
     num_beams: int = 1,
-    prefixes: Sources | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Decodes:
     """Count equal, tied and different decodes.
 
@@ -133,7 +141,7 @@ def compare_decodes(
 
 
 def measure_divergence(
-    eager: Session, sources: Sources, expected: Sequence[Hypothesis], got: Sequence[Hypothesis]
+    eager: Session, sources: Sequence[Source], expected: Sequence[Hypothesis], got: Sequence[Hypothesis]
 ) -> Divergence:
     """Compute medians over the sequences that differ."""
     positions, margins = [], []
@@ -142,7 +150,7 @@ def measure_divergence(
             position = _first_difference(left.token_ids, right.token_ids)
             prompt = [eager.spec.tokens.start, *left.token_ids[:position]]
             batch = eager.batch()
-            batch.add(np.array([source]), np.ones((1, len(source)), np.bool_), [prompt])
+            batch.add(pad_sources(eager.spec.source, [source]), [prompt])
             best, second = batch.step(np.array(prompt[-1:]), 2).logits[0].tolist()
             positions.append(position)
             margins.append(best - second)
@@ -159,23 +167,24 @@ def recorded_texts(stage: Stage, tokenizer: Tokenizer, eager: Session) -> Decode
     """
     samples = tokenizer.text.samples
     results = [_decoded(stage.session, tokenizer, sample) for sample in samples]
-    return _compared(stage, "recorded texts", samples, results, eager)
+    expected = [Expected(list(sample.source_ids), sample.target_ids) for sample in samples]
+    return _compared(stage, "recorded texts", expected, results, eager)
 
 
-def compare_own_loop(generate: Generate, eager: Session, stages: Sequence[Stage], sources: Sources) -> list[Decodes]:
+def compare_own_loop(
+    generate: Generate, eager: Session, stages: Sequence[Stage], sources: Sequence[Source]
+) -> list[Decodes]:
     """Compare greedy decodes in padded batches with the user's own loop."""
     limit, found = min(LOOP_TOKENS, eager.spec.max_target_length), []
-    outputs = [tuple(generate(list(source), limit)) for source in sources]
-    pairs = zip(sources, outputs, strict=True)
-    samples = [TextSample(text="", source_ids=tuple(ids), target_ids=target, output="") for ids, target in pairs]
+    expected = [Expected(source, tuple(generate(source, limit))) for source in sources]
     for stage in stages:
         results = decode(stage.session, sources, DecodeConfig(max_new_tokens=limit), batch_size=8)
-        found.append(_compared(stage, "own loop", samples, [best[0].token_ids for best in results], eager))
+        found.append(_compared(stage, "own loop", expected, [best[0].token_ids for best in results], eager))
     return found
 
 
 def _compared(
-    stage: Stage, method: str, samples: Sequence[TextSample], results: Sequence[Tokens | str], eager: Session
+    stage: Stage, method: str, samples: Sequence[Expected], results: Sequence[Tokens | str], eager: Session
 ) -> Decodes:
     ties, problems = 0, []
     for number, (sample, ids) in enumerate(zip(samples, results, strict=True)):
@@ -192,7 +201,7 @@ def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     return next(i for i, (a, b) in enumerate(zip_longest(left, right)) if a != b)
 
 
-def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, *, is_greedy: bool) -> float:
+def _margin(eager: Session, source: Source, left: Tokens, right: Tokens, *, is_greedy: bool) -> float:
     """Return how much the eager model prefers `left`, in log-probabilities."""
     scores, step = [], _first_difference(left, right)
     for tokens in (left, right):
@@ -201,7 +210,7 @@ def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, 
     return scores[0] - scores[1]
 
 
-def _log_probs(eager: Session, source: Sequence[int], tokens: Tokens) -> tuple[float, ...]:
+def _log_probs(eager: Session, source: Source, tokens: Tokens) -> tuple[float, ...]:
     return score(eager, [source], [tokens], add_eos=False)[0].log_probs
 
 
@@ -232,12 +241,12 @@ def _decoded(session: Session, tokenizer: Tokenizer, sample: TextSample) -> Toke
     return ids
 
 
-def _is_tie(eager: Session, sample: TextSample, ids: Tokens, noise: float) -> bool:
+def _is_tie(eager: Session, sample: Expected, ids: Tokens, noise: float) -> bool:
     step = _first_difference(sample.target_ids, ids)
     if step >= min(len(sample.target_ids), len(ids)):
         return False
     pair = (ids, sample.target_ids)
-    found, recorded = (_log_probs(eager, sample.source_ids, tokens[: step + 1])[-1] for tokens in pair)
+    found, recorded = (_log_probs(eager, sample.source, tokens[: step + 1])[-1] for tokens in pair)
     return abs(found - recorded) <= 4 * noise
 
 

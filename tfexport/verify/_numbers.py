@@ -9,7 +9,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from tfexport.contract import ModelSpec
-from tfexport.runtime.session import Floats, Ids, Mask, Session, Verifies, pad_right
+from tfexport.runtime.session import Floats, Ids, Session, Verifies
+from tfexport.runtime.sources import Source, Sources, pad_sources, random_source
 from tfexport.verify._report import Numbers
 
 LONGEST_SOURCE, LONGEST_TARGET = 48, 24
@@ -23,21 +24,16 @@ PIECE = 5
 class Batch(NamedTuple):
     """Random sequences of mixed lengths, padded on the right."""
 
-    source_ids: Ids
-    source_mask: Mask
+    sources: Sources
+    first: Source  # of the first row
     target_ids: Ids  # decoder inputs, the start token first
     prefill: int  # target tokens in the first step
 
 
-def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[list[int]]:
-    """Draw sources of up to 48 tokens or the model's limit, without special tokens."""
+def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[Source]:
+    """Draw sources of up to 48 positions or the model's limit."""
     longest = min(LONGEST_SOURCE, spec.max_source_length)
-    allowed = ordinary_ids(spec, spec.source_vocab)
-    return [rng.choice(allowed, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
-
-
-def ordinary_ids(spec: ModelSpec, vocab: int) -> Ids:
-    return np.setdiff1d(np.arange(vocab), [spec.tokens.pad, spec.tokens.eos, spec.tokens.start])
+    return [random_source(spec.source, rng, int(rng.integers(1, longest + 1))) for _ in range(count)]
 
 
 def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_rows: int | None = None) -> list[Batch]:
@@ -46,12 +42,12 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, max_ro
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
     while count > 0:
         size = min(count, int(rng.integers(1, 9)) if batches else 8, max_rows or 8)
-        ids, mask = pad_right(random_sources(spec, size, rng), spec.tokens.pad)
+        values = random_sources(spec, size, rng)
         target_len = int(rng.integers(1, longest + 1)) if batches else longest
         target = rng.integers(0, max(spec.vocab, 1), (size, target_len))
         target[:, 0] = spec.tokens.start
         prefill = int(rng.integers(1, target_len + 1)) if batches else min(2, target_len)
-        batches.append(Batch(ids, mask, target, prefill))
+        batches.append(Batch(pad_sources(spec.source, values), values[0], target, prefill))
         count -= size
     return batches
 
@@ -67,11 +63,11 @@ def long_batches(spec: ModelSpec, rng: np.random.Generator) -> list[Batch]:
     """Draw one row for each of `long_lengths`; the first step reads most of it."""
     batches = []
     for source_len, target_len in long_lengths(spec):
-        ids = rng.choice(ordinary_ids(spec, spec.source_vocab), (1, source_len))
+        source = random_source(spec.source, rng, source_len)
         target = rng.integers(0, max(spec.vocab, 1), (1, max(target_len, 1)))
         target[:, 0] = spec.tokens.start
         prefill = max(target_len - LONG_STEPS, min(2, target_len))
-        batches.append(Batch(ids, np.ones(ids.shape, np.bool_), target, prefill))
+        batches.append(Batch(pad_sources(spec.source, [source]), source, target, prefill))
     return batches
 
 
@@ -83,7 +79,7 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
     """
     running, steps, vocab = session.batch(), [], session.spec.vocab
     num_candidates = min(session.limits.candidates.most or vocab, vocab)
-    running.add(batch.source_ids, batch.source_mask, batch.target_ids[:, : batch.prefill].tolist())
+    running.add(batch.sources, batch.target_ids[:, : batch.prefill].tolist())
     for position in range(batch.prefill - 1, batch.target_ids.shape[1]):
         candidates = running.step(batch.target_ids[:, position], num_candidates)
         logits = np.minimum(expected[:, position + 1 - batch.prefill], candidates.logits[:, -1:])
@@ -94,11 +90,11 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
 
 def verified_logits(session: Session, batch: Batch) -> Floats:
     """Return `step_logits`, verified in pieces, each after wrong tokens."""
-    first, rows = batch.prefill - 1, len(batch.source_ids)
+    first, rows = batch.prefill - 1, len(batch.sources)
     found = np.empty((rows, batch.target_ids.shape[1] - first, session.spec.vocab), np.float32)
-    for row, (source, target) in enumerate(zip(batch.source_ids, batch.target_ids, strict=True)):
-        running, mask = session.batch(), batch.source_mask[row]
-        running.add(source[mask][None], mask[mask][None], [target[: batch.prefill].tolist()])
+    for row, target in enumerate(batch.target_ids):
+        running = session.batch()
+        running.add(batch.sources.take(np.array([row])), [target[: batch.prefill].tolist()])
         verifier = cast(Verifies, running)
         for begin in range(first, target.size, PIECE):
             piece = target[begin : begin + PIECE]

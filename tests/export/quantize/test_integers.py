@@ -26,7 +26,8 @@ from tfexport.runtime.eager import full_outputs
 from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.runtime.session import Session, pad_right
+from tfexport.runtime.session import Session
+from tfexport.runtime.sources import pad_sources
 from tfexport.verify._numbers import compare, random_batches, step_logits
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -251,9 +252,7 @@ def test_the_graphs_are_the_model_with_the_weights_of_the_file(
                 changed += 1
     assert changed == 38 + 1  # linear maps, and the one table
     batches = random_batches(spec, 12, np.random.default_rng(0))
-    expected = [
-        full_outputs(EagerModel(model), b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches
-    ]
+    expected = [full_outputs(EagerModel(model), b.sources, b.target_ids)[:, b.prefill - 1 :] for b in batches]
     graphs = session(dates_bundle, folder, variant)
     got = [step_logits(graphs, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
     assert 0 < compare("graphs", expected, got, 0.0).error < 0.04
@@ -274,7 +273,7 @@ def test_a_text_does_not_depend_on_its_batch(way: str, variant: Variant, dates_b
 
     def logits(sources: list[list[int]]) -> NDArray[np.float32]:
         batch = opened.batch()
-        batch.add(*pad_right(sources, opened.spec.tokens.pad), [[1]] * len(sources))
+        batch.add(pad_sources(opened.spec.source, sources), [[1]] * len(sources))
         found = [batch.step(np.full(len(sources), token), opened.spec.vocab) for token in (1, 20, 30)]
         return np.stack([c.logits[0][np.argsort(c.token_ids[0])] for c in found])
 

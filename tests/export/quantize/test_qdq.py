@@ -15,6 +15,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from tests import tiny
 from tests.export.quantize.conftest import Loss, weight_spans, write_graph
 from tests.export.test_capacity import build_plan
 from tfexport.bundle.bundle import Bundle, open_bundle
@@ -84,7 +85,7 @@ def test_the_graphs_are_the_model_with_rounded_linear_maps(
     found, expected = session(narrow(bundle, once, weights), spec, variant), EagerSession(model, spec)
     batches = found.batch(), expected.batch()
     for batch in batches:
-        batch.add(ids, mask, steps[:, :1].tolist())
+        batch.add(tiny.sources(ids, mask), steps[:, :1].tolist())
     for step in range(steps.shape[1]):
         mine, other = (batch.step(steps[:, step], spec.vocab) for batch in batches)
         order = [np.argsort(candidates.token_ids, 1) for candidates in (mine, other)]

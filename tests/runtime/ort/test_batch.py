@@ -18,7 +18,8 @@ from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, _DeviceBuffe
 from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.runtime.session import Batch, Candidates, Ids, close_up, pad_right
+from tfexport.runtime.session import Batch, Candidates, Ids, close_up
+from tfexport.runtime.sources import pad_right
 
 ATOL = 2e-5
 Sessions = Callable[[Transformer], tuple[OrtSession, ...]]
@@ -67,7 +68,7 @@ def advance(batch: Batch, texts: list[Text]) -> None:
 
 
 def join(batch: Batch, texts: list[Text]) -> None:
-    batch.add(*pad_right([text.source for text in texts], 0), [text.prompt for text in texts])
+    batch.add(tiny.sources(*pad_right([text.source for text in texts], 0)), [text.prompt for text in texts])
 
 
 def alone(session: OrtSession, text: Text, width: int) -> list[Candidates]:
@@ -180,7 +181,7 @@ def test_an_older_bundle_runs_on_the_cpu_and_is_refused_on_a_gpu(once: Once) -> 
     assert len(before) == len(graphs) - 1
     for variant in ("concat", "static"):
         batch = OrtSession(Graphs(before, spec), variant, threads=1).batch(2)
-        batch.add(*sources(model.config), [[1]] * 4)
+        batch.add(tiny.sources(*sources(model.config)), [[1]] * 4)
         batch.reorder(np.array([1, 0, 2, 2, 4, 5, 7, 6]))
         assert batch.step(np.zeros(8, np.int64), 1).token_ids.shape == (8, 1)
         with pytest.raises(BundleError, match=r"no graph reorder.*tfexport onnx SOURCE --output BUNDLE --force"):

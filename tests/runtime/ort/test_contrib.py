@@ -67,7 +67,7 @@ class Pair:
         assert self.batches[0].lengths.tolist() == self.batches[1].lengths.tolist()
 
     def add(self, source: tuple[Ids, Mask], prompts: Sequence[Sequence[int]]) -> None:
-        self.call("add", *source, prompts)
+        self.call("add", tiny.sources(*source), prompts)
 
     def step(self, target_ids: Ids, num_candidates: int = 3) -> None:
         """Compare the candidates with the logits of every token."""

@@ -123,7 +123,7 @@ def test_a_step_writes_in_place_and_reserves_nothing(once: Once, host_caches: bo
     model = tiny.model(LONG, dtype=torch.float32)
     batch = ort_session(model, "static", once, host_caches=host_caches).batch()
     assert isinstance(batch, StaticBatch)
-    batch.add(*sources(model.config), [[1]] * 4)
+    batch.add(tiny.sources(*sources(model.config)), [[1]] * 4)
     buffers = batch._caches
 
     def look() -> list[np.ndarray]:

@@ -26,7 +26,8 @@ from tfexport.runtime.ort._device import MAX_SCORES, RUN_TOKENS, encoder_runs
 from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.runtime.session import Ids, Mask
+from tfexport.runtime.session import Ids
+from tfexport.runtime.sources import Sources
 
 LONGEST = LONG.max_source_length
 MIXED = (13, 180, 20, 9, 200, 2, 31, 1, 150)
@@ -67,16 +68,16 @@ def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monk
 
     def begun(batch: StaticBatch | ConcatBatch, rows: list[int], length: int) -> list[np.ndarray]:
         assert isinstance(batch, StaticBatch)
-        batch.add(ids[rows, :length], mask[rows, :length], [[1]] * len(rows))
+        batch.add(tiny.sources(ids[rows, :length], mask[rows, :length]), [[1]] * len(rows))
         assert isinstance(batch._cross, _HostBuffers)
         return batch._cross._arrays
 
     alone = [begun(session.batch(), [row], length) for row, length in enumerate(MIXED)]
     encode = StaticBatch._run_encoder
 
-    def counted(batch: StaticBatch, source_ids: Ids, source_mask: Mask) -> RowBuffers:
-        computed.append(source_ids.size)
-        return encode(batch, source_ids, source_mask)
+    def counted(batch: StaticBatch, sources: Sources) -> RowBuffers:
+        computed.append(sources.mask.size)
+        return encode(batch, sources)
 
     monkeypatch.setattr(StaticBatch, "_run_encoder", counted)
     together = begun(session.batch(), list(range(len(MIXED))), LONGEST)
@@ -114,7 +115,7 @@ def test_scores_do_not_stay(is_cut: bool, model: Transformer, once: Once, monkey
     if not is_cut:
         monkeypatch.setattr(contrib, "encoder_runs", lambda lengths: [np.arange(lengths.size)])
     batch, before = session.batch(), resident_mb()
-    batch.add(ids, mask, [[1]] * len(ids))
+    batch.add(tiny.sources(ids, mask), [[1]] * len(ids))
     assert resident_mb() - before < 180
 
 

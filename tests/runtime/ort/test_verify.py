@@ -59,7 +59,7 @@ def test_each_token_has_its_logits_and_rejected_tokens_leave_no_trace(name: str,
     source, target = rng.integers(4, 20, (1, 9)), rng.integers(0, vocab, (1, LENGTH - 8))
     with torch.no_grad():
         full = wide(torch.tensor(source), torch.ones(1, 9, dtype=torch.bool), torch.tensor(target))[0].numpy()
-    batch.add(source, np.ones((1, 9), bool), [target[0, : prefix + 1].tolist()])
+    batch.add(tiny.sources(source, np.ones((1, 9), bool)), [target[0, : prefix + 1].tolist()])
     place = prefix
     while place < target.shape[1]:
         count = int(rng.integers(1, 9))
@@ -84,7 +84,7 @@ def test_invalid_calls_are_refused(once: Once) -> None:
 
     with pytest.raises(InputError, match=r"target_ids is \(2,\) for 0 rows, expected \[tokens\] of one row"):
         verify(1, 2)
-    batch.add(np.array([[5, 6]]), np.ones((1, 2), bool), [[1]])
+    batch.add(tiny.sources(np.array([[5, 6]]), np.ones((1, 2), bool)), [[1]])
     for refused, message in (
         (verify, "one or more"),
         (lambda: verify(1, -1), "target_ids reach from -1 to 1"),
@@ -97,7 +97,7 @@ def test_invalid_calls_are_refused(once: Once) -> None:
         with pytest.raises(InputError, match=message):
             refused()
     assert batch.lengths.tolist() == [0], "the batch is as it was"
-    batch.add(np.array([[5, 6]]), np.ones((1, 2), bool), [[1]])
+    batch.add(tiny.sources(np.array([[5, 6]]), np.ones((1, 2), bool)), [[1]])
     for refused in (lambda: verify(1, 2), lambda: batch.rewind(0)):
         with pytest.raises(InputError, match="one row"):
             refused()

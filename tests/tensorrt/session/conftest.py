@@ -15,7 +15,7 @@ import pytest
 from tests.tensorrt.session.trt_double import DoubleSession, trt_session
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import DECODER, ENCODER, ModelSpec, Variant
-from tfexport.runtime.session import pad_right
+from tfexport.runtime.sources import pad_sources
 from tfexport.tensorrt.session._batch import TrtBatch
 
 SOURCES = 24
@@ -47,7 +47,7 @@ class Model:
         return trt_session(self.graphs, self.spec, variant, **options)
 
     def add(self, batch: TrtBatch, sources: list[list[int]], prompts: list[list[int]] | None = None) -> None:
-        batch.add(*pad_right(sources, self.spec.tokens.pad), prompts or [[self.start]] * len(sources))
+        batch.add(pad_sources(self.spec.source, sources), prompts or [[self.start]] * len(sources))
 
     def started(self, session: DoubleSession, num_sources: int, width: int = 1) -> tuple[TrtBatch, np.ndarray]:
         """Return a batch of the first sources and the first tokens of its rows."""

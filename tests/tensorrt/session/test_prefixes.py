@@ -16,7 +16,8 @@ from tfexport.contract import DECODER, Variant
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.session import Session, pad_right
+from tfexport.runtime.session import Session
+from tfexport.runtime.sources import pad_right
 from tfexport.tensorrt.build._profiles import PREFIX_PIECE
 
 # Around one piece and two of them, and many.
@@ -83,6 +84,6 @@ def test_a_piece_is_as_long_as_its_profile(once: Once, sources: list[list[int]],
     for shapes, runs in (("", -(-length // PREFIX_PIECE)), (f"target_ids:32x{LONG.max_target_length}", 1)):
         cuda = CudaDouble()
         batch = on_doubles(once, variant, cuda=cuda, max_shapes=shapes).batch()
-        batch.add(*pad_right(sources[:2], LONG.tokens.pad), [[LONG.tokens.start] + [5] * length] * 2)
+        batch.add(tiny.sources(*pad_right(sources[:2], LONG.tokens.pad)), [[LONG.tokens.start] + [5] * length] * 2)
         assert cuda.counts[f"enqueue {DECODER[variant]}"] == runs
         assert batch.lengths.tolist() == [length] * 2

@@ -15,6 +15,7 @@ from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort._cache import cache_widths
 from tfexport.runtime.ort._device import OrtGraphs, Step, host_value
 from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, prefilled, rows_of
+from tfexport.runtime.sources import Sources
 
 
 class ConcatBatch(CheckedScoring):
@@ -29,18 +30,18 @@ class ConcatBatch(CheckedScoring):
         self._cross: list[ort.OrtValue] = []
         self._past: list[ort.OrtValue] = []
 
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        spec, new, device = self._spec, len(source_ids), self._graphs.device
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
+        spec, new, device = self._spec, len(sources), self._graphs.device
         if self.lengths.size or len({len(prompt) for prompt in prompts}) > 1:
             raise InputError(
                 "all sources of a batch of the concat decoder variant must be added together, with equally long "
                 "prompts; use the variant static or contrib"
             )
-        io = self._graphs.bind_encoder(source_ids, source_mask)
+        io = self._graphs.bind_encoder(sources)
         for name in self._graphs.cross:
             io.bind_output(name, device.type, 0)
-        self._graphs.run_encoder(io, *source_ids.shape)
-        self._cross, self._source_mask = list(io.get_outputs()), source_mask.copy()
+        self._graphs.run_encoder(io, sources)
+        self._cross, self._source_mask = list(io.get_outputs()), sources.mask.copy()
         shapes = [(new, spec.cache_heads, 0, width) for width in cache_widths(spec)]
         self._past = [device.empty(shape, FLOAT[spec.precision]) for shape in shapes]
         read = prefilled(prompts)

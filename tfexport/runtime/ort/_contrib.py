@@ -27,6 +27,7 @@ from tfexport.runtime.checked import CheckedScoring, check_step
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
 from tfexport.runtime.ort._device import Array, OrtGraphs, encoder_runs, has_many_scores, host_value, run, still_open
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates, rows_of
+from tfexport.runtime.sources import Sources
 
 # Most bindings of a batch; the number of rows changes as sources come and go.
 MAX_BINDINGS = 64
@@ -67,20 +68,20 @@ class ContribBatch(CheckedScoring):
         self._rows_are_equal = False  # within each source, as after a first step
         self._bindings: dict[tuple[int, ...], _Binding] = {}
 
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        lengths, first = source_mask.sum(1), self._num_sources
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
+        lengths, first = sources.mask.sum(1), self._num_sources
         runs = encoder_runs(lengths)
         if first or len(runs) > 1:
             self._reserve_sources(first + len(lengths), int(lengths.max()))
             for rows in runs:
                 longest = lengths[rows[0]]
-                parts, places = self._encode(source_ids[rows, :longest], source_mask[rows, :longest]), first + rows
+                parts, places = self._encode(sources.take(rows)), first + rows
                 for whole, part in zip(self._cross, parts, strict=True):
                     whole[places, :, :longest] = part
                     whole[places, :, longest:] = 0  # the last user of a place may have left NaN
                 self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[rows, None]
         else:
-            self._cross, self._source_mask = self._encode(source_ids, source_mask), source_mask.copy()
+            self._cross, self._source_mask = self._encode(sources), sources.mask.copy()
             self._bindings.clear()
         self._num_sources += len(lengths)
         self._source_lengths = np.concatenate((self._source_lengths, lengths))
@@ -195,17 +196,17 @@ class ContribBatch(CheckedScoring):
         self._source_lengths = self._source_lengths[remaining]
         del self._shared[remaining.size :]
 
-    def _encode(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
-        io = self._graphs.bind_encoder(source_ids, source_mask)
+    def _encode(self, sources: Sources) -> list[Array]:
+        io = self._graphs.bind_encoder(sources)
         own: list[Array] = []
         for name in self._graphs.cross:
-            if has_many_scores(*source_ids.shape):  # ONNX Runtime cannot free its memory if an output is in it
-                shape = (len(source_ids), self._spec.cache_heads, source_ids.shape[1], self._spec.head_dim)
+            if has_many_scores(sources):  # ONNX Runtime cannot free its memory if an output is in it
+                shape = (len(sources), self._spec.cache_heads, sources.source_len, self._spec.head_dim)
                 own.append(np.empty(shape, np.float32))
                 io.bind_ortvalue_output(name, host_value(own[-1]))
             else:
                 io.bind_output(name)
-        self._graphs.run_encoder(io, *source_ids.shape)
+        self._graphs.run_encoder(io, sources)
         return own or [value.numpy() for value in io.get_outputs()]
 
     def _reserve_sources(self, sources: int, longest: int) -> None:

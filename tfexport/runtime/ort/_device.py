@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -17,8 +17,8 @@ from tfexport.errors import BackendError, BundleError, first_line, raise_all
 from tfexport.precision import DType, WeightType
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
-from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id
-from tfexport.sources import SOURCE_IDS
+from tfexport.runtime.session import Candidates, Ids, given_candidates, in_order_of_id
+from tfexport.runtime.sources import Sources
 
 Array = NDArray[Any]
 
@@ -77,13 +77,13 @@ class OrtDevice:
         return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), ELEMENT_TYPE[dtype], self.type, 0)
 
     def upload(self, array: Array) -> ort.OrtValue:
-        """Copy an int64 or bool array to the device."""
-        value = self.empty(array.shape, "bool" if array.dtype == np.bool_ else "int64")
+        """Copy an int64, bool or float32 array to the device."""
+        value = self.empty(array.shape, cast(DType, array.dtype.name))
         value.update_inplace(np.ascontiguousarray(array))
         return value
 
     def bind_inputs(self, session: ort.InferenceSession, inputs: Mapping[str, Array]) -> ort.IOBinding:
-        """Bind copies of int64 or bool arrays as inputs of a graph."""
+        """Bind copies of arrays as inputs of a graph."""
         io = session.io_binding()
         for name, array in inputs.items():
             io.bind_ortvalue_input(name, self.upload(array))
@@ -168,14 +168,13 @@ class OrtGraphs:
         # Whether the decoder returns the logits of several positions (`--speculation`).
         self.keeps_logits = contract.LOGITS_TO_KEEP in inputs
 
-    def bind_encoder(self, source_ids: Ids, source_mask: Mask) -> ort.IOBinding:
+    def bind_encoder(self, sources: Sources) -> ort.IOBinding:
         """Bind the inputs of the encoder; the caller binds its outputs."""
-        inputs = {SOURCE_IDS: source_ids, contract.SOURCE_MASK: source_mask}
-        return self.device.bind_inputs(still_open(self.encoder), inputs)
+        return self.device.bind_inputs(still_open(self.encoder), sources.inputs)
 
-    def run_encoder(self, io: ort.IOBinding, batch: int, longest: int) -> None:
-        """Run the encoder on bound sources [batch, longest] and wait for it."""
-        run(self.encoder, io, frees_memory=self.device.provider.is_host and has_many_scores(batch, longest))
+    def run_encoder(self, io: ort.IOBinding, sources: Sources) -> None:
+        """Run the encoder on bound sources and wait for it."""
+        run(self.encoder, io, frees_memory=self.device.provider.is_host and has_many_scores(sources))
 
 
 class Step:
@@ -250,9 +249,9 @@ def encoder_runs(lengths: Ids) -> list[Ids]:
     return runs[::-1]
 
 
-def has_many_scores(batch: int, longest: int) -> bool:
+def has_many_scores(sources: Sources) -> bool:
     """Return whether a run has more scores than `MAX_SCORES`."""
-    return batch * longest**2 > MAX_SCORES
+    return len(sources) * sources.source_len**2 > MAX_SCORES
 
 
 def _cut(rows: Ids, longest: int) -> list[Ids]:

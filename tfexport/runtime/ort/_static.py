@@ -9,7 +9,8 @@ from tfexport.contract import SOURCE_MASK
 from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, row_buffers
 from tfexport.runtime.ort._device import OrtGraphs, Step, encoder_runs
-from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, prefilled, rows_of
+from tfexport.runtime.session import Candidates, Ids, Prompts, close_up, prefilled, rows_of
+from tfexport.runtime.sources import Sources
 
 # Most bindings, for the latest numbers of rows and candidates.
 _STEPS = 8
@@ -26,13 +27,13 @@ class StaticBatch(CheckedScoring):
         self._source_lengths: Ids = np.zeros(0, np.int64)
         self._begin()
 
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
         if not self.lengths.size:  # small buffers again; the contents of the old ones are not needed
             self._begin()
-        old, new = self._source_lengths.size, len(source_ids)
-        lengths: Ids = np.concatenate((self._source_lengths, source_mask.sum(1)))
+        old, new = self._source_lengths.size, len(sources)
+        lengths: Ids = np.concatenate((self._source_lengths, sources.mask.sum(1)))
         read: Ids = np.array([len(prompt) - 1 for prompt in prompts])
-        self._encode(source_ids, source_mask, lengths)
+        self._encode(sources, lengths)
         self._write_mask(lengths)
         rows = self.lengths.size + np.arange(new * self.width)
         longest = max(self.lengths.max(initial=0), read.max())
@@ -76,25 +77,22 @@ class StaticBatch(CheckedScoring):
     def _buffers(self, rows: int, length: int) -> RowBuffers:
         return row_buffers(self._spec, self._graphs.gather, rows, length)
 
-    def _encode(self, source_ids: Ids, source_mask: Mask, lengths: Ids) -> None:
-        old, new = lengths.size - len(source_ids), len(source_ids)
+    def _encode(self, sources: Sources, lengths: Ids) -> None:
+        old, new = lengths.size - len(sources), len(sources)
         # A single padded run is faster on a GPU.
         runs = encoder_runs(lengths[old:]) if self._graphs.gather is None else [np.arange(new)]
         if not old and len(runs) == 1:
-            longest = int(lengths.max())
-            self._cross = self._run_encoder(source_ids[:, :longest], source_mask[:, :longest])
+            self._cross = self._run_encoder(sources.resized(int(lengths.max())))
             return
         self._reserve_cross(old, lengths)
-        for sources in runs:
-            longest = int(lengths[old + sources].max())
-            part = self._run_encoder(source_ids[sources, :longest], source_mask[sources, :longest])
-            self._cross.write(old + sources, part, np.arange(sources.size))
+        for rows in runs:
+            self._cross.write(old + rows, self._run_encoder(sources.take(rows)), np.arange(rows.size))
 
-    def _run_encoder(self, source_ids: Ids, source_mask: Mask) -> RowBuffers:
-        found = self._buffers(*source_ids.shape)
-        io = self._graphs.bind_encoder(source_ids, source_mask)
-        found.bind(io.bind_output, self._graphs.cross, len(source_ids))
-        self._graphs.run_encoder(io, *source_ids.shape)
+    def _run_encoder(self, sources: Sources) -> RowBuffers:
+        found = self._buffers(*sources.mask.shape)
+        io = self._graphs.bind_encoder(sources)
+        found.bind(io.bind_output, self._graphs.cross, len(sources))
+        self._graphs.run_encoder(io, sources)
         return found
 
     def _reserve_cross(self, old: int, lengths: Ids) -> None:

@@ -27,8 +27,8 @@ from tfexport.runtime.ort._device import STEP_SPIN_US, OrtDevice, OrtGraphs, Row
 from tfexport.runtime.ort._providers import PROVIDERS, PlacementError, Provider
 from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.registry import Graphs, LoadOptions
-from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
-from tfexport.sources import SOURCE_IDS
+from tfexport.runtime.session import Floats, Ids, Limits, Session
+from tfexport.runtime.sources import Sources
 
 _log = logging.getLogger(__name__)
 
@@ -93,22 +93,20 @@ class OrtSession(CheckedAligner):
         assert self.variant is not None
         return VARIANTS[self.variant][1](self._graphs, width)
 
-    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
-        io = self._graphs.bind_encoder(source_ids, source_mask)
+    def _encode(self, sources: Sources, output: str) -> Floats:
+        io = self._graphs.bind_encoder(sources)
         io.bind_output(output, self._device.type, 0)
-        self._graphs.run_encoder(io, *source_ids.shape)
+        self._graphs.run_encoder(io, sources)
         found: Floats = io.get_outputs()[0].numpy()
         return found
 
-    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+    def _align(self, sources: Sources, target_ids: Ids) -> Floats:
         with self._lock:
             self._check_open()
             if self._aligner is None:
                 self._aligner = self._load(contract.ALIGNMENT)
             graph = self._aligner
-        names = (SOURCE_IDS, contract.SOURCE_MASK, contract.TARGET_IDS)
-        arrays = (source_ids, source_mask, target_ids)
-        io = self._device.bind_inputs(graph, dict(zip(names, arrays, strict=True)))
+        io = self._device.bind_inputs(graph, {**sources.inputs, contract.TARGET_IDS: target_ids})
         io.bind_output(contract.ALIGNMENT, self._device.type, 0)
         run(graph, io)
         weights: Floats = io.get_outputs()[0].numpy()

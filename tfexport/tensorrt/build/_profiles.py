@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from tfexport.contract import NUM_CANDIDATES, REORDER, Dim, GraphSpec, ModelSpec, TensorSpec, Variant
 from tfexport.errors import ConfigError, raise_all, shortened
+from tfexport.sources import FRAMES, SOURCE_LEN, FeatureSource, SourceKind
 from tfexport.tensorrt.config import (
     EngineConfig,
     EngineLimits,
@@ -70,7 +71,7 @@ def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Pr
     dims = {tensor.name: tuple(fixed.get(str(dim), dim) for dim in _dims(tensor)) for tensor in inputs}
     bound = {bound: _bind(bound, config, dims, problems) for bound in _BOUNDS}
     ranges = _ranges(spec, variant, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
-    _follow(bound)
+    _follow(spec.source, bound)
     overridden = {name for sizes in bound.values() for name in sizes}
     for name in overridden & ranges.keys():
         ranges[name] = _override(ranges[name], {b: sizes[name] for b, sizes in bound.items() if name in sizes})
@@ -79,7 +80,8 @@ def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Pr
     if spec.has_decoder:
         ranges["width"] = _widths(spec, limits.max_target_length, ranges)
     largest = {name: size.max for name, size in ranges.items()}
-    limits = replace(limits, max_batch=largest["batch"], max_source_length=largest["source_len"])
+    limits = replace(limits, max_batch=largest["batch"], max_source_length=largest[SOURCE_LEN])
+    ranges |= _input_ranges(spec.source, ranges[SOURCE_LEN])
     if spec.has_decoder:
         limits = replace(limits, max_candidates=largest["num_candidates"])
         if variant == "concat":
@@ -91,6 +93,9 @@ def _limit_problems(spec: ModelSpec, variant: Variant, config: EngineConfig) -> 
     problems = []
     for name in ("max_source_length", "max_target_length"):
         wanted, most = getattr(config, name), getattr(spec, name)
+        if name == "max_source_length" and wanted is not None and spec.source.fits(wanted) > wanted:
+            fixed = f"every source has {spec.source.fits(wanted)} positions"
+            problems.append(f"{name} is {wanted}, but {fixed}; leave it out")
         if wanted is not None and wanted > most:
             remedy = "export the bundle with more" if most else "leave it out for an encoder-only bundle"
             problems.append(f"{name} is {wanted}, the bundle has {most}; {remedy}")
@@ -121,7 +126,8 @@ def _limits(spec: ModelSpec, variant: Variant, config: EngineConfig) -> EngineLi
 
 def _ranges(spec: ModelSpec, variant: Variant, limits: EngineLimits, piece: int) -> dict[str, Range]:
     # `target_len` is the size of a prefill, which reads `piece` tokens of a prompt at once.
-    ranges = {"batch": _up_to(limits.max_batch), "source_len": _up_to(limits.max_source_length)}
+    least, longest = spec.source.fits(1), limits.max_source_length
+    ranges = {"batch": _up_to(limits.max_batch), SOURCE_LEN: Range(least, max((longest + 1) // 2, least), longest)}
     if spec.has_decoder:
         most = limits.max_target_length
         ranges |= {
@@ -140,6 +146,12 @@ def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Rang
     narrow, wide = sorted((spec.cache_heads * spec.head_dim, spec.cache_heads * spec.value_dim))
     longest = max(capacity, ranges["source_len"].max, ranges["past_len"].max if "past_len" in ranges else 0)
     return Range(narrow, wide * capacity, wide * longest)
+
+
+def _input_ranges(kind: SourceKind, lengths: Range) -> dict[str, Range]:
+    """Return the ranges of the encoder's input axes; a session pads to whole positions."""
+    sizes = [kind.sizes(length) for length in lengths]
+    return {dim: Range(*(size[dim] for size in sizes)) for dim in sizes[0]}
 
 
 def _up_to(most: int) -> Range:
@@ -191,9 +203,11 @@ def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str,
             yield match[1], tuple(int(size) for size in match[2].split("x"))
 
 
-def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
-    # Each of `batch` and `rows` defaults to the other; `new_rows` always equals `rows`.
+def _follow(kind: SourceKind, bound: Mapping[Bound, dict[str, int]]) -> None:
+    # Each of `batch` and `rows` defaults to the other; `new_rows` always equals `rows`. Frames set the positions.
     for sizes in bound.values():
+        if isinstance(kind, FeatureSource) and FRAMES in sizes:
+            sizes.setdefault(SOURCE_LEN, kind.positions(sizes.pop(FRAMES)))
         for one, other in (("batch", "rows"), ("rows", "batch")):
             if one in sizes:
                 sizes.setdefault(other, sizes[one])

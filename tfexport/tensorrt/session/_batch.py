@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedBatch
 from tfexport.runtime.session import Candidates, Ids, Limit, Limits, Mask, Prompts, close_up, in_order_of_id, prefilled
+from tfexport.runtime.sources import Sources
 from tfexport.tensorrt.config import decoder_plans
 from tfexport.tensorrt.session._cache import BatchLayout, bucket
 from tfexport.tensorrt.session._replica import Replica, ReplicaPool
@@ -41,16 +40,16 @@ class TrtBatch(CheckedBatch):
         self._source_mask: Mask = np.empty((0, 0), np.bool_)  # by source, not by slot
         self._replica: Replica | None = None
 
-    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
         pool = self._open_pool()
-        self._check_new(source_ids, prompts)
-        before, count = self._layout, len(source_ids)
-        size, source_len = self._num_slots(before.slots.size + count), self._padded_length(source_mask)
+        self._check_new(sources, prompts)
+        before, count = self._layout, len(sources)
+        size, source_len = self._num_slots(before.slots.size + count), self._padded_length(sources.mask)
         moved, copies = before.fit(count, size)
         longest = max(int(self.lengths.max(initial=-1)) + 1, *map(len, prompts))
         moved = replace(moved, source_len=source_len, capacity=self._capacity(longest))
         after = replace(moved, slots=np.concatenate((moved.slots, np.arange(count))))
-        mask = np.concatenate([_resized(each, source_len) for each in (self._source_mask, source_mask)])
+        mask = np.concatenate([_resized(each, source_len) for each in (self._source_mask, sources.mask)])
         replica = self._replica
         if replica is None:
             self._replica = replica = pool.take((size, self.width, source_len))
@@ -58,7 +57,7 @@ class TrtBatch(CheckedBatch):
         with replica.watched():
             replica.rearrange(before, moved, copies, self._past_len)
             read = prefilled(prompts).repeat(self.width, axis=0)
-            replica.read(after, _resized(source_ids, source_len), _by_slot(after, mask), read)
+            replica.read(after, sources.resized(source_len), _by_slot(after, mask), read)
         self._layout, self._source_mask = after, mask
         lengths = np.array([len(prompt) - 1 for prompt in prompts]).repeat(self.width)
         self.lengths = np.concatenate((self.lengths, lengths))
@@ -109,7 +108,9 @@ class TrtBatch(CheckedBatch):
     def _padded_length(self, new: Mask) -> int:
         longest = max(int(mask.sum(1).max()) for mask in (self._source_mask, new) if mask.size)
         most = self._limits.source_length.most
-        return bucket(longest, most) if self._variant == "static" and most else longest
+        if self._variant == "static" and most:
+            longest = bucket(longest, most)
+        return self._spec.source.fits(longest)
 
     def _capacity(self, longest: int) -> int:
         # Shrink only if half of the smaller capacity is enough, because rows will grow.
@@ -130,7 +131,7 @@ class TrtBatch(CheckedBatch):
             replica.encoder.upload_mask(_by_slot(after, self._source_mask))
         self._layout = after
 
-    def _check_new(self, source_ids: Ids, prompts: Prompts) -> None:
+    def _check_new(self, sources: Sources, prompts: Prompts) -> None:
         lengths = [len(prompt) for prompt in prompts]
         if self._variant == "concat" and (self.lengths.size or len(set(lengths)) > 1):
             problem = "others are being decoded" if self.lengths.size else "their prompts are of unequal length"
@@ -138,8 +139,8 @@ class TrtBatch(CheckedBatch):
                 f"trt: sources cannot be added in the concat variant while {problem}; add all of them at once, "
                 "or build engines of the static variant: tfexport trt BUNDLE --variant static --force"
             )
-        check_limit("rows", self.lengths.size + len(source_ids) * self.width, self._limits.rows)
-        check_limit("source tokens", source_ids.shape[1], self._limits.source_length)
+        check_limit("rows", self.lengths.size + len(sources) * self.width, self._limits.rows)
+        check_limit(f"source {self._spec.source.unit}", sources.source_len, self._limits.source_length)
         check_limit("target tokens", max(lengths), self._limits.target_length)
 
 
@@ -150,10 +151,10 @@ def check_limit(what: str, number: int, limit: Limit) -> None:
         )
 
 
-def _resized(array: NDArray[Any], source_len: int) -> NDArray[Any]:
+def _resized(mask: Mask, source_len: int) -> Mask:
     # Columns after source_len contain only padding.
-    resized = np.zeros((len(array), source_len), array.dtype)
-    resized[:, : array.shape[1]] = array[:, :source_len]
+    resized = np.zeros((len(mask), source_len), np.bool_)
+    resized[:, : mask.shape[1]] = mask[:, :source_len]
     return resized
 
 

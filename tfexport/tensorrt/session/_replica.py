@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from tfexport.contract import ENCODER, SOURCE_MASK, TARGET_IDS, Variant, encoder_graph
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
-from tfexport.sources import SOURCE_IDS
+from tfexport.runtime.sources import Sources
 from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
 from tfexport.tensorrt.session._cache import BatchLayout, Caches, SlotCopy, bucket
 from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, LruCache
@@ -31,26 +32,30 @@ class Encoder:
 
     def __init__(self, device: DeviceResources) -> None:
         self._device, self._graph = device, encoder_graph(device.engines.spec)
-        limits = device.engines.limits
-        size = limits.max_batch * limits.max_source_length
-        self._ids: Ids = device.pinned(size, np.int64)
-        self._mask: Mask = device.pinned(size, np.bool_)
+        limits, kind = device.engines.limits, device.engines.spec.source
+        dims = {"batch": limits.max_batch, **kind.sizes(limits.max_source_length)}
+        self._mask: Mask = device.pinned(limits.max_batch * limits.max_source_length, np.bool_)
+        # Pinned copies of the inputs; the mask of token ids is that of the decoder.
+        own = [tensor for tensor in self._graph.inputs if tensor.name != SOURCE_MASK]
+        self._inputs = {one.name: device.pinned(math.prod(shape_of(one, dims)), np.dtype(one.dtype)) for one in own}
         self._context = device.context(ENCODER)
 
     def sizes(self, size: int, source_len: int) -> dict[str, int]:
-        dims = {"batch": size, "source_len": source_len}
+        dims = {"batch": size, "source_len": source_len, **self._device.engines.spec.source.sizes(source_len)}
         return {tensor.name: bytes_of(tensor, dims) for tensor in (*self._graph.inputs, *self._graph.outputs)}
 
-    def run(self, source_ids: Ids, source_mask: Mask) -> None:
+    def run(self, sources: Sources, source_mask: Mask) -> None:
         """Queue the encoder for the first slots; `source_mask` is that of all slots."""
-        device, dims = self._device, {"batch": source_ids.shape[0], "source_len": source_ids.shape[1]}
+        device = self._device
         self._context.bind(
-            {tensor.name: shape_of(tensor, dims) for tensor in self._graph.inputs},
+            {name: array.shape for name, array in sources.inputs.items()},
             {tensor.name: device.memory[tensor.name] for tensor in (*self._graph.inputs, *self._graph.outputs)},
         )
         self.upload_mask(source_mask)
-        self._ids[: source_ids.size] = source_ids.ravel()
-        device.cuda.upload(device.memory[SOURCE_IDS], self._ids[: source_ids.size], device.stream)
+        for name, pinned in self._inputs.items():
+            array = sources.inputs[name]
+            pinned[: array.size] = array.ravel()
+            device.cuda.upload(device.memory[name], pinned[: array.size], device.stream)
         self._context.run(device.stream)
 
     def upload_mask(self, source_mask: Mask) -> None:
@@ -186,19 +191,19 @@ class Replica:
         if before.slots.size:
             self.decoder.caches.resize(held, after)
 
-    def read(self, layout: BatchLayout, source_ids: Ids, source_mask: Mask, prompts: Ids) -> None:
+    def read(self, layout: BatchLayout, sources: Sources, source_mask: Mask, prompts: Ids) -> None:
         """Encode sources into the first slots, and read prompts [new rows, target_len]."""
         self.key = (layout.size, layout.width, layout.source_len)
         self.decoder.caches.clear_rows(layout, len(prompts))
-        self.encoder.run(source_ids, source_mask)
+        self.encoder.run(sources, source_mask)
         if prompts.size:
             self.decoder.prefill(layout, prompts)
 
-    def encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
+    def encode(self, sources: Sources, output: str) -> Floats:
         """Run an encoder-only bundle and return one of its outputs."""
-        self._device.memory.reserve(self.encoder.sizes(*source_ids.shape))
-        self.encoder.run(source_ids, source_mask)
-        return self.encoder.output(output, *source_ids.shape)
+        self._device.memory.reserve(self.encoder.sizes(*sources.mask.shape))
+        self.encoder.run(sources, sources.mask)
+        return self.encoder.output(output, *sources.mask.shape)
 
     def _reserve(self, *layouts: BatchLayout) -> None:
         most = dict[str, int]()

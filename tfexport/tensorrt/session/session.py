@@ -12,7 +12,8 @@ from tfexport.errors import BackendError
 from tfexport.precision import Accuracy, WeightType
 from tfexport.runtime.checked import CheckedSession
 from tfexport.runtime.registry import Graphs, LoadOptions
-from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session
+from tfexport.runtime.session import LONGER, Floats, Limit, Limits, Session
+from tfexport.runtime.sources import Sources
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.config import EngineLimits, cache_aliases, plan_contract, plan_names
@@ -95,11 +96,11 @@ class TrtSession(CheckedSession):
         )
         self._pool: ReplicaPool | None = ReplicaPool(self._engines)
 
-    def _checked(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
-        if source_ids.ndim == 2:  # the remedy is to rebuild the engines, not the bundle
-            check_limit("sources", source_ids.shape[0], self.limits.rows)
-            check_limit("source tokens", source_ids.shape[1], self.limits.source_length)
-        return super()._checked(source_ids, source_mask, output)
+    def _checked(self, sources: Sources, output: str) -> Floats:
+        # The remedy is to rebuild the engines, not the bundle.
+        check_limit("sources", len(sources), self.limits.rows)
+        check_limit(f"source {self.spec.source.unit}", sources.source_len, self.limits.source_length)
+        return super()._checked(sources, output)
 
     def memory_bytes(self) -> int:
         """Return the device memory of batches and free replicas, without weights."""
@@ -126,12 +127,12 @@ class TrtSession(CheckedSession):
     def _batch(self, width: int) -> TrtBatch:
         return TrtBatch(width, self._engines, self.limits, self._open_pool)
 
-    def _encode(self, source_ids: Ids, source_mask: Mask, output: str) -> Floats:
+    def _encode(self, sources: Sources, output: str) -> Floats:
         pool = self._open_pool()
-        replica = pool.take((len(source_ids), 1, source_ids.shape[1]))
+        replica = pool.take((len(sources), 1, sources.source_len))
         try:
             with replica.watched():
-                return replica.encode(source_ids, source_mask, output)
+                return replica.encode(sources, output)
         finally:
             pool.give_back(replica)
 

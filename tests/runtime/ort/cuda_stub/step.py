@@ -18,6 +18,7 @@ from tfexport.contract import Variant
 from tfexport.runtime.ort._providers import CUDA
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
+from tfexport.runtime.sources import pad_sources
 
 SOURCE_LENGTH = 8
 # The first steps reserve memory and look at weights once.
@@ -37,7 +38,7 @@ def main(folder: Path, variant: Variant) -> dict[str, Any]:
     }
     batch = session.batch()
     source = np.full((1, SOURCE_LENGTH), 3)
-    batch.add(source, source > 0, [[1]])
+    batch.add(pad_sources(session.spec.source, source.tolist()), [[1]])
     for _ in range(WARM_UP):
         batch.step(np.array([1]), 1)
     before = read_counts()
