@@ -90,7 +90,7 @@ class AlignedCross(Cross):
 def align(
     model: EncoderDecoder, selected: AlignmentHeads, kind: SourceKind, inputs: Sequence[Tensor], target_ids: Tensor
 ) -> Tensor:
-    """Return the attention of whole targets to the source, whose `inputs` are those of the encoder graph.
+    """Return the attention of whole targets to the source.
 
     `selected` is a result of `AlignmentHeads.within`, and `inputs` are those of the encoder graph. The weights are
     float32 [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.

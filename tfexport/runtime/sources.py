@@ -83,7 +83,7 @@ def listed_sources(kind: SourceKind, subject: str, value: object) -> list[Any]:
 
 @functools.singledispatch
 def read_source(kind: SourceKind, value: object) -> tuple[Source, int, list[str]]:
-    """Return a source, the positions that the encoder returns for it, and its problems."""
+    """Return a source, its length after the encoder, and its problems."""
     raise TypeError(kind)
 
 

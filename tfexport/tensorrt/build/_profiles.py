@@ -149,7 +149,7 @@ def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Rang
 
 
 def _input_ranges(kind: SourceKind, lengths: Range) -> dict[str, Range]:
-    """Return the ranges of the encoder's input axes; a session pads to whole positions."""
+    """Return the ranges of the inputs' axes; sessions pad to whole positions."""
     sizes = [kind.sizes(length) for length in lengths]
     return {dim: Range(*(size[dim] for size in sizes)) for dim in sizes[0]}
 
