@@ -93,7 +93,7 @@ def test_norm_of_notebook_000() -> None:
     """It adds eps after the division; as `std` with eps 0, the bias grows by gain · eps."""
     eps, x = 1e-5, torch.randn(4, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     config = preset("notebook-000")
-    norm = LayerNorm(replace(tiny.config(), norm=config.norm, norm_eps=config.norm_eps)).double()
+    norm = LayerNorm(replace(tiny.config(), norm=config.norm, norm_eps=config.norm_eps), "encoder").double()
     tiny.randomise(norm)
     gain, bias = norm.weight.detach(), norm.bias.detach().clone()
     as_written = gain * ((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) + eps) + bias

@@ -152,7 +152,7 @@ def by_numpy(kind: str, x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: 
 @pytest.mark.parametrize("kind", ["std", "layernorm", "rms"])
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.1])
 def test_norm_equals_numpy(kind: Literal["std", "layernorm", "rms"], eps: float) -> None:
-    norm = LayerNorm(tiny.config(norm=kind, norm_eps=eps)).double()
+    norm = LayerNorm(tiny.config(norm=kind, norm_eps=eps), "encoder").double()
     tiny.randomise(norm)
     x = np.random.default_rng(0).normal(1.0, 2.0, (5, 32))
     bias = np.zeros(32) if norm.bias is None else norm.bias.detach().numpy()

@@ -16,7 +16,8 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention; several query heads may share keys and values.
 
     See "Attention is all you need", §3.2.2. Tokens share one axis, [rows · len, d_model]. `d_k` and `d_v` are the
-    widths of one head. The cache given to each call stores keys and values and computes the attention.
+    widths of one head. The cache given to each call stores keys and values and computes the attention. `source_width`
+    is that of the encoder in cross-attention, if it is not d_model.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class MultiHeadAttention(nn.Module):
         *,
         scale: float | None,
         bias: bool,
+        source_width: int | None = None,
         num_kv_heads: int | None = None,
         softcap: float = 0.0,
         qk_norm: QkNorm = "none",
@@ -38,8 +40,8 @@ class MultiHeadAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.softcap, self.qk_norm = num_heads, kv_heads, softcap, qk_norm
         self.scale = 1 / math.sqrt(d_k) if scale is None else scale
         self.q = nn.Linear(d_model, num_heads * d_k, bias=bias)
-        self.k = nn.Linear(d_model, kv_heads * d_k, bias=bias)
-        self.v = nn.Linear(d_model, kv_heads * d_v, bias=bias)
+        self.k = nn.Linear(source_width or d_model, kv_heads * d_k, bias=bias)
+        self.v = nn.Linear(source_width or d_model, kv_heads * d_v, bias=bias)
         self.o = nn.Linear(num_heads * d_v, d_model, bias=bias)
         self.q_norm = norms[0] if norms else None
         self.k_norm = norms[1] if norms else None
@@ -58,7 +60,7 @@ class MultiHeadAttention(nn.Module):
         return self.o(context)  # type: ignore[no-any-return]
 
     def key_value(self, x: Tensor, batch: int, rotation: Rotation | None = None) -> KeyValue:
-        """Project encoder output `x` [batch · source_len, d_model] to keys and values."""
+        """Project encoder output `x` [batch · source_len, …] to keys and values."""
         value = _heads(self.v(x), self.num_kv_heads)
         return KeyValue(split_rows(self._key(x, rotation), batch), split_rows(value, batch))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -71,6 +72,10 @@ class Source(SelfAttention):
 
     def __init__(self, mask: Tensor, *, dropout: float = 0.0) -> None:
         self.mask, self.rows, self.dropout = mask, mask.shape[0], dropout
+
+    def with_mask(self, mask: Tensor) -> Self:
+        """Return the same attention between the positions of another mask."""
+        return type(self)(mask, dropout=self.dropout)
 
 
 class Cross:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tfexport.nn.config import TransformerConfig
-from tfexport.nn.switches import Activation
+from tfexport.nn.config import ConvolutionActivation, Side, TransformerConfig
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[ConvolutionActivation, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "tanh": torch.tanh,
+    "glu": lambda x: F.glu(x, 1),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
@@ -29,10 +31,10 @@ class LayerNorm(nn.Module):
     rms: x / sqrt(mean of squares + eps), no bias.
     """
 
-    def __init__(self, config: TransformerConfig, width: int | None = None) -> None:
+    def __init__(self, config: TransformerConfig, side: Side, width: int | None = None) -> None:
         super().__init__()
-        width = width or config.d_model
-        self.kind, self.eps = config.norm, config.norm_eps
+        width = width or config.width(side)
+        self.kind, self.eps = config.norm, float(config.value(side, "norm_eps"))
         self.weight = nn.Parameter(torch.ones(width))
         has_bias = config.norm_bias and config.norm != "rms"
         self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
@@ -55,18 +57,18 @@ class LayerNorm(nn.Module):
 class FeedForward(nn.Module):
     """Two linear maps around an activation, which "glu" multiplies by a third map."""
 
-    def __init__(self, config: TransformerConfig, d_ff: int) -> None:
+    def __init__(self, config: TransformerConfig, side: Side) -> None:
         super().__init__()
-        bias = config.feed_forward_bias
-        self.kind = config.activation
+        d_model, d_ff, bias = config.width(side), config.stack(side).d_ff, config.feed_forward_bias
+        self.kind: ConvolutionActivation = config.value(side, "activation")
         self.dropout = nn.Dropout(config.dropout)
-        self.fc1 = nn.Linear(config.d_model, d_ff, bias=bias)
-        self.fc2 = nn.Linear(d_ff, config.d_model, bias=bias)
-        self.gate = nn.Linear(config.d_model, d_ff, bias=bias) if config.feed_forward == "glu" else None
+        self.fc1 = nn.Linear(d_model, d_ff, bias=bias)
+        self.fc2 = nn.Linear(d_ff, d_model, bias=bias)
+        self.gate = nn.Linear(d_model, d_ff, bias=bias) if config.value(side, "feed_forward") == "glu" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [tokens, d_model] to the same shape."""
-        hidden = _ACTIVATIONS[self.kind](self.fc1(x))
+        hidden = ACTIVATIONS[self.kind](self.fc1(x))
         if self.gate is not None:
             hidden = hidden * self.gate(x)
         return self.fc2(self.dropout(hidden))  # type: ignore[no-any-return]

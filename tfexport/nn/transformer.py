@@ -2,7 +2,9 @@
 
 State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`, `.emb_norm`, `.rel_bias.weight`, `.norm`,
 `.layers.{i}.{self,cross}.{q,k,v,o,q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`, `.layers.{i}.rel_bias.weight`,
-`.layers.{i}.ffn.{fc1,fc2,gate}`; `out`, `head`. Internally, all tokens share one axis, [rows · len, d_model].
+`.layers.{i}.ffn.{fc1,fc2,gate}`; `out`, `head`. Instead of `enc.embed`, a model of features has
+`enc.front.layers.{i}.{conv,norm}` and `enc.front.proj`, one of images `enc.front.conv` and `enc.front.tokens`
+[class_tokens, d_model]. Internally, all tokens share one axis, [rows · len, d_model].
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tfexport.errors import ConfigError, raise_all
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import Side, TransformerConfig
+from tfexport.nn.front import front_end
 from tfexport.nn.layers import FeedForward, LayerNorm
 from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
 
@@ -42,16 +45,16 @@ class Block(nn.Module):
         self.residual_scale = stack.residual_scale
         self.dropout = nn.Dropout(config.dropout)
         self.self = _attention(config, side)
-        self.norm1 = LayerNorm(config)
-        self.norm2 = LayerNorm(config)
-        self.post_norm1 = LayerNorm(config) if is_sandwich else None
-        self.post_norm2 = LayerNorm(config) if is_sandwich else None
+        self.norm1 = LayerNorm(config, side)
+        self.norm2 = LayerNorm(config, side)
+        self.post_norm1 = LayerNorm(config, side) if is_sandwich else None
+        self.post_norm2 = LayerNorm(config, side) if is_sandwich else None
         if side == "decoder":
-            self.cross = _attention(config, side)
-            self.norm3 = LayerNorm(config)
-            self.post_norm3 = LayerNorm(config) if is_sandwich else None
+            self.cross = _attention(config, side, config.width("encoder"))
+            self.norm3 = LayerNorm(config, side)
+            self.post_norm3 = LayerNorm(config, side) if is_sandwich else None
         self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5_per_layer" else None
-        self.ffn = FeedForward(config, stack.d_ff)
+        self.ffn = FeedForward(config, side)
 
     def residual(self, x: Tensor, *attentions: Callable[[Tensor], Tensor]) -> Tensor:
         """Add attentions and the network to `x` [tokens, d_model], with the norms."""
@@ -75,17 +78,19 @@ class Stack(nn.Module):
     def __init__(self, config: TransformerConfig, side: Side, vocab: int, max_length: int) -> None:
         super().__init__()
         stack = config.stack(side)
-        self.embedding_scale = config.embedding_scale
-        self.embed = nn.Embedding(vocab, config.d_model)
+        self.embedding_scale: float = config.value(side, "embedding_scale")
+        self.front = front_end(config) if side == "encoder" else None
+        if self.front is None:
+            self.embed = nn.Embedding(vocab, config.width(side))
         # A parameter, so that it is saved and can be trained; frozen, because the paper's table is fixed.
         has_table = config.positions == "table"
-        self.pos = nn.Parameter(torch.empty(max_length, config.d_model), requires_grad=False) if has_table else None
-        self.emb_norm = LayerNorm(config) if config.embedding_norm else None
+        self.pos = nn.Parameter(torch.empty(max_length, config.width(side)), requires_grad=False) if has_table else None
+        self.emb_norm = LayerNorm(config, side) if config.value(side, "embedding_norm") else None
         self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5" else None
         self.set_positions(config, side)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, side) for _ in range(stack.layers))
-        self.norm = LayerNorm(config) if stack.final_norm else None
+        self.norm = LayerNorm(config, side) if stack.final_norm else None
 
     def set_positions(self, config: TransformerConfig, side: Side) -> None:
         """Set up rotary positions and ALiBi, which have no parameters."""
@@ -95,15 +100,30 @@ class Stack(nn.Module):
         self.rotary = _rotary(config.rotary_base, dim, width, config.rotary_pairs, scaling) if is_rotary else None
         self.alibi = Alibi(stack.num_heads) if config.relative_bias == "alibi" else None
 
-    def embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens [rows, len] at positions [rows or 1, len]: [rows · len, d_model]."""
-        x = self.embed(ids) * self.embedding_scale
+    def read(self, x: Tensor, source: Source) -> tuple[Tensor, Source]:
+        """Return vectors [batch, source_len, d_model] of a source, and their attention."""
+        if self.front is None:
+            return self.embed(x), source
+        x, mask = self.front(x, source.mask)
+        return x, source.with_mask(mask)
+
+    def placed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Scale vectors [rows, len, d_model] and add `positions` [rows or 1, len].
+
+        The result is [rows · len, d_model].
+        """
+        x = x * self.embedding_scale
         if self.pos is not None:
             x = x + F.embedding(positions, self.pos)
         x = x.flatten(0, 1)
         if self.emb_norm is not None:
             x = self.emb_norm(x)
         return self.dropout(x)  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters."""
+        return self.blocks[0].norm1.weight.dtype
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -113,7 +133,7 @@ class Stack(nn.Module):
     def biases(self, positions: Tensor, key_len: int) -> Sequence[Tensor | None]:
         """Return the bias of each layer's scores, [rows or 1, heads, len, key_len]."""
         if self.alibi is not None:
-            wide = torch.promote_types(self.embed.weight.dtype, torch.float32)
+            wide = torch.promote_types(self.dtype, torch.float32)
             return [self.alibi.bias(positions, key_len, wide)] * len(self.layers)
         first = self.rel_bias or self.blocks[0].rel_bias
         if first is None:
@@ -125,8 +145,7 @@ class Stack(nn.Module):
 
     def rotation(self, positions: Tensor, rows: int) -> Rotation | None:
         """Return the rotation of tokens at `positions`, int64 [rows or 1, len], if rotary."""
-        dtype = self.embed.weight.dtype
-        return None if self.rotary is None else self.rotary.at(positions.expand(rows, -1), dtype)
+        return None if self.rotary is None else self.rotary.at(positions.expand(rows, -1), self.dtype)
 
 
 class Transformer(nn.Module):
@@ -155,36 +174,38 @@ class Transformer(nn.Module):
         model._tie()
         return model
 
-    def forward(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
         """Compute the logits of every target position at once, as in training.
 
-        `source_ids` and `source_mask` (True = token) are [batch, source_len]. `target_ids` [batch, target_len] are the
-        start token, the labels and padding. Logits are float32 or wider, [batch, target_len, target_vocab].
+        `x` and `source_mask` (True = token or frame) are a source as `tfexport.nn.source.encoder_inputs` returns it.
+        `target_ids` [batch, target_len] are the start token, the labels and padding. Logits are float32 or wider,
+        [batch, target_len, target_vocab].
         """
         dropout = self.attention_dropout if self.training else 0.0
-        cross = self.encode(source_ids, Source(source_mask, dropout=dropout))
-        cache = self.empty_cache(target_ids, dropout=dropout)
-        hidden = self._decode(target_ids, Cross(cross, source_mask, dropout=dropout), cache)
+        states, source = self._encode(x, Source(source_mask, dropout=dropout))
+        cross = Cross(self._cross(states, source), source.mask, dropout=dropout)
+        hidden = self._decode(target_ids, cross, self.empty_cache(target_ids, dropout=dropout))
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
-    def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
+    def hidden_states(self, x: Tensor, source_mask: Tensor) -> Tensor:
         """Encode sources to states [batch, source_len, d_model], undefined at padding."""
-        hidden = self._encode(source_ids, Source(source_mask))
-        return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
+        hidden, source = self._encode(x, Source(source_mask))
+        return hidden.unflatten(0, source.mask.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def classify(self, states: Tensor, source_mask: Tensor) -> Tensor:
-        """Return the head's logits, [batch, source_len, labels] or [batch, labels]."""
+        """Return the head's logits, [batch, source_len, labels] or [batch, labels].
+
+        `source_mask` is that of the states, `tfexport.nn.source.position_mask`.
+        """
         assert self.head is not None
         if self.config.head == "sequence":
             states = _pooled(states, source_mask[:, :, None], self.config.pooling)
         logits = self.head(states)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))  # type: ignore[no-any-return]
 
-    def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
+    def encode(self, x: Tensor, source: Source) -> list[KeyValue]:
         """Encode sources to the cross-attention keys and values of each decoder layer."""
-        x, batch = self._encode(source_ids, source), source.mask.shape[0]
-        rotation = self._decoder.rotation(_positions(source_ids), batch) if self.config.rotary_cross else None
-        return [block.cross.key_value(x, batch, rotation) for block in self._decoder.blocks]
+        return self._cross(*self._encode(x, source))
 
     def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         """Return the logits of the last position, float32 or wider [rows, target_vocab]."""
@@ -216,21 +237,31 @@ class Transformer(nn.Module):
             if stack is not None and stack.pos is not None and len(stack.pos) != rows:
                 stack.pos = nn.Parameter(stack.pos[:rows].clone(), requires_grad=False)
 
-    def _encode(self, source_ids: Tensor, source: Source) -> Tensor:
-        enc, positions = self.enc, _positions(source_ids)
-        biases, rotation = enc.biases(positions, source_ids.shape[1]), enc.rotation(positions, source_ids.shape[0])
-        x = enc.embed_tokens(source_ids, positions)
+    def _encode(self, x: Tensor, source: Source) -> tuple[Tensor, Source]:
+        """Return states [batch · source_len, d_model], and the attention between them."""
+        enc = self.enc
+        x, source = enc.read(x, source)
+        batch, source_len = x.shape[:2]
+        positions = torch.arange(source_len, device=x.device)[None]
+        biases, rotation = enc.biases(positions, source_len), enc.rotation(positions, batch)
+        x = enc.placed(x, positions)
         for i, block in enumerate(enc.blocks):
             attend = partial(block.self, cache=source, layer=i, bias=biases[i], rotation=rotation)
             x = block.residual(x, attend)
-        return x if enc.norm is None else enc.norm(x)
+        return x if enc.norm is None else enc.norm(x), source
+
+    def _cross(self, states: Tensor, source: Source) -> list[KeyValue]:
+        batch, source_len = source.mask.shape
+        positions = torch.arange(source_len, device=states.device)[None]
+        rotation = self._decoder.rotation(positions, batch) if self.config.rotary_cross else None
+        return [block.cross.key_value(states, batch, rotation) for block in self._decoder.blocks]
 
     def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         dec = self._decoder
         biases = dec.biases(cache.positions, cache.key_len)
         rotation = dec.rotation(cache.positions, target_ids.shape[0])
         cross_rotation = rotation if self.config.rotary_cross else None
-        x = dec.embed_tokens(target_ids, cache.positions)
+        x = dec.placed(dec.embed(target_ids), cache.positions)
         for i, block in enumerate(dec.blocks):
             attend = partial(block.self, cache=cache, layer=i, bias=biases[i], rotation=rotation)
             attend_source = partial(block.cross.attend_source, cross=cross, layer=i, rotation=cross_rotation)
@@ -256,7 +287,7 @@ class Transformer(nn.Module):
             self.out.weight = self.dec.embed.weight
 
     def _initialize(self) -> None:
-        if self.enc.embed.weight.is_meta:
+        if next(self.parameters()).is_meta:
             return
         for stack in (self.enc, self.dec):
             if stack is not None and stack.pos is not None:
@@ -267,27 +298,25 @@ class Transformer(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+                nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
 
 
-def _positions(ids: Tensor) -> Tensor:
-    return torch.arange(ids.shape[1], device=ids.device)[None]
-
-
-def _attention(config: TransformerConfig, side: Side) -> MultiHeadAttention:
+def _attention(config: TransformerConfig, side: Side, source_width: int | None = None) -> MultiHeadAttention:
     heads, kv_heads, d_k = config.stack(side).num_heads, config.num_kv_heads(side), config.d_k(side)
     widths = (d_k, d_k) if config.qk_norm == "head" else (heads * d_k, kv_heads * d_k)
+    norms = LayerNorm(config, side, widths[0]), LayerNorm(config, side, widths[1])
     return MultiHeadAttention(
-        config.d_model,
+        config.width(side),
         heads,
         d_k,
         config.d_v(side),
         scale=config.attention_scale,
         bias=config.attention_bias,
+        source_width=source_width,
         num_kv_heads=kv_heads,
         softcap=config.attention_softcap,
         qk_norm=config.qk_norm,
-        norms=None if config.qk_norm == "none" else (LayerNorm(config, widths[0]), LayerNorm(config, widths[1])),
+        norms=None if config.qk_norm == "none" else norms,
     )
 
 

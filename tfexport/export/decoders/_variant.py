@@ -21,13 +21,14 @@ Supported = Mapping[str, Collection[object] | None]
 # Supported by every variant; a variant that supports fewer values of a field overrides it. New switches of attention
 # and their new values are rejected until they are listed here.
 SUPPORTED: Supported = {
-    # Switches outside of attention do not depend on the variant.
+    # Switches outside of attention do not depend on the variant. None in a side is the value of the model.
     **{
-        name: switch.values if isinstance(switch.values, tuple) else None
+        name: (*switch.values, None) if isinstance(switch.values, tuple) else None
         for name, switch in SWITCHES.items()
         if switch.acts not in ("attention", "cross-attention", "positions")
     },
     **dict.fromkeys(("d_model", "d_ff", "layers", "source_vocab", "target_vocab", "tokens", "dropout", "labels")),
+    **dict.fromkeys(("features", "image")),
     **dict.fromkeys(("max_source_length", "max_target_length", "tie_embeddings", "tie_output")),
     **dict.fromkeys(("feed_forward_bias", "norm_bias", "output_bias")),
     "positions": ("table", "none", "rotary"),

@@ -211,21 +211,22 @@ def _set_switches(model: Transformer, config: TransformerConfig) -> None:
     for side, stack, sizes in sides:
         if stack is None or sizes is None:
             continue
-        stack.embedding_scale = config.embedding_scale
+        stack.embedding_scale = config.value(side, "embedding_scale")
         stack.set_positions(config, side)
         scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale
         for block in stack.blocks:  # `vars`, because modules take long to set an attribute
             own = vars(block)
             own["norm_place"], own["residual_scale"] = sizes.norm_place, sizes.residual_scale
-            own["parallel"], vars(block.ffn)["kind"] = sizes.parallel, config.activation
+            own["parallel"], vars(block.ffn)["kind"] = sizes.parallel, config.value(side, "activation")
             for attention in (block.self, block.cross) if side == "decoder" else (block.self,):
                 own = vars(attention)
                 own["num_heads"], own["num_kv_heads"] = sizes.num_heads, config.num_kv_heads(side)
                 own["scale"], own["softcap"], own["qk_norm"] = scale, config.attention_softcap, config.qk_norm
-    if (before.norm, before.norm_eps) != (config.norm, config.norm_eps):
-        for module in model.modules():
-            if isinstance(module, LayerNorm):
-                module.kind, module.eps = config.norm, config.norm_eps
+        eps = config.value(side, "norm_eps")
+        if (before.norm, before.value(side, "norm_eps")) != (config.norm, eps):
+            for module in stack.modules():
+                if isinstance(module, LayerNorm):
+                    module.kind, module.eps = config.norm, eps
 
 
 @contextmanager
