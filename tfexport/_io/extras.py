@@ -15,6 +15,8 @@ _EXTRAS = {
         "bulk": "pyarrow",
         "hf": "transformers",
         "hub": "huggingface_hub",
+        "audio": "soundfile",
+        "image": "PIL",
         "bench": "httpx jinja2 matplotlib",
     }.items()
     for module in modules.split()

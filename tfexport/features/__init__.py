@@ -1,0 +1,1 @@
+"""Turn audio and images into the features that encoders take instead of token ids."""
