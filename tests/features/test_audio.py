@@ -140,7 +140,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def header(**fields: int) -> bytes:
     """Return a WAV file of one second whose header has other numbers."""
     data = bytearray(wav(TONE))
-    places = {"format": (20, 2), "channels": (22, 2), "rate": (24, 4), "bits": (34, 2), "size": (40, 4)}
+    places = {"header_size": (16, 4), "channels": (22, 2), "rate": (24, 4), "bits": (34, 2), "size": (40, 4)}
     for name, value in fields.items():
         place, size = places[name]
         data[place : place + size] = value.to_bytes(size, "little")
@@ -158,6 +158,7 @@ def header(**fields: int) -> bytes:
         (wav(TONE)[:-1], None),
         (wav(TONE)[:20_000], None),
         (wav(TONE[:0]), None),
+        (header(header_size=2**31), None),
         (header(channels=0), None),
         (header(channels=1000), None),
         (header(rate=10), None),
@@ -173,6 +174,7 @@ def header(**fields: int) -> bytes:
         (np.tile(TONE, 3), RATE),
         (np.array([0.1, np.nan]), RATE),
         (np.array([0.1, np.inf]), RATE),
+        (np.array([[np.inf, -np.inf], [1e300, 0.0]]), RATE),
         (TONE * 2**15, RATE),
         (TONE.astype(np.int16), RATE),
         (TONE.reshape(1, 1, -1), RATE),

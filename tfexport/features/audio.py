@@ -105,6 +105,7 @@ def _check_header(name: str, max_seconds: float, rate: int, channels: int, frame
     raise_all(InputError, name, problems, remedy="split or convert it")
 
 
+@np.errstate(invalid="ignore")
 def _check_samples(samples: Array, name: str) -> None:
     if not len(samples):
         raise InputError("has no samples", subject=name, remedy="give audio that is not empty")
@@ -123,10 +124,10 @@ def _read_wave(file: BinaryIO, name: str, check: _Check) -> tuple[Array, int, in
             available = min(frames, size // (width * channels))
             check(rate, channels, available)
             data = reader.readframes(available)
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, RuntimeError) as error:
         if "unknown format" in str(error):
             raise _NotPcmError from error
-        reason = first_line(error) if str(error) else "it ends in its header"
+        reason = first_line(error) if str(error) else "its header is damaged"
         raise InputError(f"is not a valid WAV file ({reason})", subject=name, remedy=_CONVERT) from error
     if width not in (1, 2, 3, 4):
         raise InputError(f"has samples of {width} bytes, expected 1 to 4", subject=name, remedy=_CONVERT)
@@ -169,6 +170,7 @@ def _truncated(reason: str, name: str) -> InputError:
     return InputError(f"is truncated: {reason}", subject=name, remedy=remedy)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # `_check_samples` refuses the results
 def _mixed(samples: NDArray[np.floating[Any]]) -> Array:
     """Average the channels of samples [samples, channels]."""
     return (samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1)).astype(np.float32)

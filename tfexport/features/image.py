@@ -49,18 +49,19 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
         raise InputError(f"is damaged ({first_line(error)})", subject=name, remedy="copy it again") from error
 
 
-def array_image(pixels: NDArray[Any], name: str, channels: int) -> Image:
+def array_image(pixels: NDArray[Any], name: str, config: ImageConfig) -> Image:
     """Convert pixels to an image.
 
     Args:
         pixels: [height, width] or [height, width, channels]; uint8, or floats of 0 to 1, which are rounded to 8 bits.
         name: what errors begin with.
-        channels: 3 for RGB or 1 for gray.
+        config: its number of channels is that of the image.
     """
     is_float = np.issubdtype(pixels.dtype, np.floating)
     is_shaped = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3, 4))
     if not is_shaped or not pixels.size or not (is_float or pixels.dtype == np.uint8):
-        expected = "uint8 or float [height, width] or [height, width, channels] with 1, 3 or 4 channels"
+        shapes = "[height, width] or [height, width, channels] with 1, 3 or 4 channels"
+        expected = f"uint8 or float {shapes}, or float features {list(config.shape)}"
         raise InputError(f"is {pixels.dtype} {list(pixels.shape)}, expected {expected}", subject=name)
     if is_float:
         if not (pixels.min() >= 0 and pixels.max() <= 1):  # also if there are NaNs
@@ -69,7 +70,7 @@ def array_image(pixels: NDArray[Any], name: str, channels: int) -> Image:
         pixels = np.rint(pixels * 255.0).astype(np.uint8)
     image = _pillow(name).Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels))
     _check(image, name)
-    return _converted(image, channels)
+    return _converted(image, config.channels)
 
 
 def image_features(image: Image, config: ImageConfig) -> NDArray[np.float32]:

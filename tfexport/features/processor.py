@@ -94,7 +94,7 @@ class ImageProcessor(FeatureProcessor):
         elif found.shape == self.config.shape and np.issubdtype(found.dtype, np.floating):
             return _checked_features(found, self.config.shape, 0, name, "")
         else:
-            image = array_image(found, name, self.config.channels)
+            image = array_image(found, name, self.config)
         return image_features(image, self.config)
 
 
