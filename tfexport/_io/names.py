@@ -14,6 +14,7 @@ TOKENIZER = "tokenizer.json"  # also in bundles, as the next two
 GENERATION = "generation.json"
 TARGET_TOKENIZER = "target_tokenizer.json"
 TEXT = "text.json"
+PROCESSOR = "processor.json"  # also in bundles
 CERTIFICATE = "certificate.json"  # of an import, as the next one
 LAYOUT = "layout.yaml"
 # Bundles; the names of the weight files are in `tfexport.contract`.

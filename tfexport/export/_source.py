@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, PROCESSOR, TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import read_json, render
 from tfexport.bundle.manifest import ModuleEntry, Provenance, changes_since_import, read_sources
+from tfexport.bundle.processor import ProcessorConfig
 from tfexport.bundle.status import LOOP, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, raise_all
@@ -82,6 +83,8 @@ def _from_directory(directory: Path, config: ExportConfig, report: Report) -> So
         defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
         raise_all(ConfigError, str(path), defaults.token_problems(found.spec.vocab))
         files[GENERATION] = render(defaults.given())
+    if os.path.lexists(path := directory / PROCESSOR):
+        files[PROCESSOR] = render(ProcessorConfig.read(path, found.spec).to_dict())
     checkpoint, provenance = _imported(directory, found.spec, report)
     model = dataclasses.replace(found.model, author=provenance.author if provenance.proven else None)
     return dataclasses.replace(
@@ -132,6 +135,9 @@ def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source
     for note in text.notes:
         report(note)
     files = {name: raw for name, raw in text.files.items() if name != TEXT}
+    if own.processor is not None:
+        raise_all(ConfigError, "processor", own.processor.problems_for(own.spec))
+        files[PROCESSOR] = render(own.processor.to_dict())
     generation = {**own.generation.given(), **text.generation}
     return Source(
         model=model,

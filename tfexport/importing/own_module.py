@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tfexport.bundle.manifest import ModuleEntry
+from tfexport.bundle.processor import ProcessorConfig
 from tfexport.bundle.status import LOOP, MODULE, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, TfexportError, raise_all, raised_by, shortened
@@ -42,6 +43,8 @@ class OwnModule:
         tokenizers: source and target tokenizers, or None if the model works only on ids.
         texts: sample texts and your own code around the model, which the tokenizers are compared with.
         around: ids to add around a text, if the texts do not show them. Its samples are ignored.
+        processor: turns audio or images into the features that the module reads; None for token ids, and if callers
+            pass features.
         generation: generation defaults of the bundle.
         generate: your own greedy loop, to compare with: `generate(module, source, max_new_tokens)` takes a list of ids,
             or an array of features or pixels, and returns the new ids, with or without start and end.
@@ -53,6 +56,7 @@ class OwnModule:
     tokenizers: Tokenizers | None = None
     texts: RecordedTexts | None = None
     around: TextConfig = field(default_factory=TextConfig)
+    processor: ProcessorConfig | None = None
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     generate: Callable[[nn.Module, Any, int], Any] | None = None
 

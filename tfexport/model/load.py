@@ -9,13 +9,15 @@ from os import PathLike
 from typing import Literal
 
 from tfexport._arguments import as_list, is_whole
-from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER, checked_path
+from tfexport._io.names import PROCESSOR, TARGET_TOKENIZER, TOKENIZER, checked_path
 from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle, read_defaults
 from tfexport.bundle.contents import check_engines
+from tfexport.bundle.processor import ProcessorConfig
 from tfexport.contract import Device, Variant
 from tfexport.decode.offline import warm_up as run_warm_up
-from tfexport.errors import ConfigError, TfexportError, shortened
+from tfexport.errors import BundleError, ConfigError, TfexportError, shortened
+from tfexport.features.processor import FeatureProcessor
 from tfexport.model.model import Model
 from tfexport.runtime.registry import AUTO, LoadOptions, open_session
 from tfexport.text.tokenizer import Tokenizer
@@ -65,7 +67,7 @@ def load(
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     bundle = open_bundle(folder, weights=False, trusted_keys=keys)
     check_engines(bundle.path)
-    tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
+    tokenizer, processor, defaults = load_tokenizer(bundle), load_processor(bundle), read_defaults(bundle)
     with ThreadPoolExecutor(1) as pool:  # hashing the weights takes as long as loading
         checked = pool.submit(check_weights, bundle)
         try:
@@ -75,7 +77,7 @@ def load(
             raise
     threads = getattr(session, "threads", None) if options.device == "cpu" else None
     defaults = defaults.within(bundle.manifest.spec.max_target_length)
-    model = Model(session, tokenizer, defaults, manifest=bundle.manifest, threads=threads)
+    model = Model(session, tokenizer, defaults, processor=processor, manifest=bundle.manifest, threads=threads)
     try:
         checked.result()
         # The second run of a batch captures the steps whose inputs come from the host.
@@ -105,3 +107,13 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
         return None
     target = bundle.file(TARGET_TOKENIZER) if TARGET_TOKENIZER in manifest.files else None
     return Tokenizer.load(bundle.file(TOKENIZER), manifest.spec, target=target, text=manifest.text)
+
+
+def load_processor(bundle: Bundle) -> FeatureProcessor | None:
+    """Read the processor of a bundle, which computes features; None if it has none."""
+    if PROCESSOR not in bundle.manifest.files:
+        return None
+    try:
+        return ProcessorConfig.read(bundle.file(PROCESSOR), bundle.manifest.spec).processor
+    except ConfigError as error:
+        raise BundleError(f"bundle {bundle.path}: {error}; export it again") from error

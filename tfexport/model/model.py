@@ -21,7 +21,9 @@ from tfexport.decode.request import check_sources
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
+from tfexport.features.processor import FeatureProcessor
 from tfexport.generation import DecodeConfig, GenerationDefaults
+from tfexport.model.inputs import read_features
 from tfexport.model.result import (
     NO_COPIES_IN_STREAMS,
     Classification,
@@ -58,6 +60,7 @@ class Model:
     Attributes:
         session: session of the backend; `close` closes it.
         tokenizer: None if the bundle has no tokenizer; then only the methods for token ids work.
+        processor: computes features of audio or images; None if the model reads token ids, or callers pass features.
         defaults: decoding options of the bundle.
         manifest: the bundle's manifest, with versions, verification and file hashes; None without a bundle.
         threads: CPU threads of a call in ONNX Runtime; None for other backends.
@@ -69,10 +72,11 @@ class Model:
         tokenizer: Tokenizer | None,
         defaults: GenerationDefaults | None = None,
         *,
+        processor: FeatureProcessor | None = None,
         manifest: Manifest | None = None,
         threads: Threads | None = None,
     ) -> None:
-        self.session, self.tokenizer = session, tokenizer
+        self.session, self.tokenizer, self.processor = session, tokenizer, processor
         self.defaults = defaults or GenerationDefaults()
         self.manifest, self.threads = manifest, threads
 
@@ -89,9 +93,19 @@ class Model:
             raise ConfigError(f"config is {shortened(config)}, expected a DecodeConfig")
         return DecodeConfig.from_dict({**config.to_dict(), **options}, subject="decoding")
 
+    def read(self, inputs: Iterable[Any], *, paths: bool = True) -> list[Source]:
+        """Return what the encoder reads for each input: token ids of a text, or features.
+
+        A model of features takes paths of audio or images, their bytes, arrays of features, and pairs of samples and
+        their rate. Without `paths`, a text is never opened as a file. The InputError lists every invalid input.
+        """
+        if self.spec.source_vocab:
+            return self._need_tokenizer().encode(inputs)
+        return read_features(self.processor, inputs, paths=paths)
+
     def generate(
         self,
-        texts: Iterable[str],
+        texts: Iterable[Any],
         *,
         prefixes: Iterable[str] | None = None,
         indices: Iterable[int] | None = None,
@@ -101,7 +115,7 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[Result]:
-        """Generate text for every source text.
+        """Generate text for every source text, or audio or image, as `read` takes them.
 
         - `prefixes`: text that each result begins with, or is biased towards with `prefix_bias_beta`; "" for no prefix.
         - `indices`: places of the texts in a longer call, for `Result.index` and for the seeds of samples; None for
@@ -116,7 +130,7 @@ class Model:
             check_copies(self.session, self.tokenizer)
         texts = _texts("texts", texts)
         places = _indices(indices, len(texts))
-        sources = tokenizer.encode(texts)
+        sources = self.read(texts)
         starts = tokenizer.begin_targets([""] * len(texts) if prefixes is None else _texts("prefixes", prefixes))
         found = decode(
             self.session,
@@ -141,7 +155,7 @@ class Model:
 
     def generate_ids(
         self,
-        sources: Iterable[Iterable[int]],
+        sources: Iterable[Source],
         *,
         prefixes: Iterable[Iterable[int]] | None = None,
         batch_size: int = 32,
@@ -152,7 +166,7 @@ class Model:
     ) -> list[list[Hypothesis]]:
         """Generate token ids for the token ids of every source, without a tokenizer.
 
-        - `sources`: token ids, including special tokens.
+        - `sources`: token ids, including special tokens; or arrays of features or pixels.
         - `prefixes`: token ids that each hypothesis begins with, without the start token.
 
         Returns:
@@ -171,7 +185,7 @@ class Model:
 
     def stream(
         self,
-        text: str,
+        text: Any,
         *,
         prefix: str = "",
         cancel: threading.Event | None = None,
@@ -184,7 +198,7 @@ class Model:
         `prefix`. If `cancel` is set, the iterator raises `Cancelled`.
         """
         tokenizer = self._need_tokenizer()
-        (source,) = tokenizer.encode(_texts("text", [text]))
+        (source,) = self.read(_texts("text", [text]))
         decoding = self.decoding(config, **options)
         if decoding.replace_unknowns:
             raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
@@ -205,7 +219,7 @@ class Model:
 
     def stream_ids(
         self,
-        source: Iterable[int],
+        source: Source,
         *,
         prefix: Iterable[int] = (),
         cancel: threading.Event | None = None,
@@ -368,20 +382,20 @@ class Model:
             raise InputError("classify: this bundle has no head; import a checkpoint with one and its logits")
         sources, labels, found = self.source_ids(texts), self.spec.labels, dict[int, Classification]()
         for rows, some in self._batches(sources, batch_size, cancel):
-            for row, logits in zip(rows, self.session.logits(some), strict=True):
-                own = logits if logits.ndim == 1 else logits[: len(sources[row])]
+            for row, logits, mask in zip(rows, self.session.logits(some), some.mask, strict=True):
+                own = logits if logits.ndim == 1 else logits[: mask.sum()]
                 best = own.argmax(-1)
                 label = labels[best] if best.ndim == 0 else tuple(labels[number] for number in best)
-                found[row] = Classification(label, own, tuple(sources[row]))
+                found[row] = Classification(label, own, tuple(sources[row]) if self.spec.source_vocab else ())
         return [found[row] for row in range(len(sources))]
 
-    def source_ids(self, texts: Iterable[str] | Iterable[Iterable[int]]) -> list[list[int]]:
+    def source_ids(self, texts: Iterable[Any]) -> list[Source]:
         """Return the ids of sources; raise InputError with every invalid text."""
         if self.spec.has_decoder:
             raise InputError("this bundle is not encoder-only, so it has no vectors and labels; use generate")
         values = _texts("texts", texts)
-        if any(isinstance(value, str) for value in values):
-            return self._need_tokenizer().encode(values)
+        if self.processor or any(isinstance(value, str) for value in values):
+            return self.read(values)
         return check_sources(self.session, "encode", values)
 
     def close(self) -> None:
@@ -398,17 +412,21 @@ class Model:
         self.close()
 
     def _pairs(
-        self, texts: Iterable[str], targets: Iterable[str], subject: str
-    ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        self, texts: Iterable[Any], targets: Iterable[str], subject: str
+    ) -> tuple[list[Source], list[list[int]], list[list[int]]]:
         if not self.spec.has_decoder:
             raise InputError(f"{subject}: this bundle is encoder-only and reads no target; use embed")
         texts, targets, tokenizer = _texts("texts", texts), _texts("targets", targets), self._need_tokenizer()
         if len(texts) != len(targets):
             raise InputError(f"{subject}: {len(targets)} targets for {len(texts)} texts; pass one for each text")
-        source_ids, target_ids = tokenizer.encode_pairs(texts, targets, subject)
+        if self.spec.source_vocab:
+            sources: list[Source]
+            sources, target_ids = tokenizer.encode_pairs(texts, targets, subject)
+        else:
+            sources, target_ids = self.read(texts), [tokenizer.encode_target(target) for target in targets]
         first = self.defaults.forced_bos_token_id
         prefix = tokenizer.begin_target() or ([] if first is None else [first])
-        return source_ids, target_ids, [prefix] * len(source_ids)
+        return sources, target_ids, [prefix] * len(sources)
 
     def _batches(
         self, sources: Sequence[Source], size: int, cancel: threading.Event | None

@@ -74,6 +74,8 @@ def check_copies(session: Session, tokenizer: Tokenizer | None) -> None:
 
     if tokenizer is None or not session.spec.has_decoder:
         return  # other checks report this
+    if not session.spec.source_vocab:
+        raise ConfigError("replace_unknowns: the source has no tokens to copy; leave it out")
     if tokenizer.unknown is None:
         raise ConfigError("replace_unknowns: the vocabulary has no unknown token to replace; leave it out")
     need_alignment(session, "replace_unknowns")

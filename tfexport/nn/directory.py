@@ -21,6 +21,7 @@ from tfexport._io.names import (
     LAYOUT,
     MANIFEST,
     MODEL_WEIGHTS,
+    PROCESSOR,
     TARGET_TOKENIZER,
     TEXT,
     TOKENIZER,
@@ -42,7 +43,7 @@ _PICKLE_REMEDY = (
 )
 _MAX_LISTED = 8
 # A directory with other files is not replaced.
-_FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, GENERATION, CERTIFICATE, LAYOUT)
+_FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, PROCESSOR, GENERATION, CERTIFICATE, LAYOUT)
 
 
 def load_model(path: Path | str) -> Transformer:

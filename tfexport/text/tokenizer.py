@@ -51,7 +51,7 @@ class Tokenizer:
         special = {*text.source_prefix, *text.source_suffix, *(ends if is_shared else {tokens.pad})}
         source = Vocabulary(source_raw, source_name, special, tokens.unk)
         target = source if is_shared else Vocabulary(target_raw, target_name, ends, tokens.unk)
-        sides = [(source_name, source, "source_vocab", spec.source_vocab)]
+        sides = [(source_name, source, "source_vocab", spec.source_vocab)] if spec.source_vocab else []
         if spec.has_decoder:
             sides.append((target_name, target, "target_vocab", spec.vocab))
         _check_sizes(sides)
