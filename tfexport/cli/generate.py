@@ -33,8 +33,9 @@ _TERMINAL_INTERVAL_S, _LOG_INTERVAL_S = 0.2, 30.0  # between two lines of progre
 def generate(run: TextRun, as_json: bool, **options: Any) -> None:
     """Generate a text for each TEXT and print one per line.
 
-    A model of audio or images reads the file that TEXT names. Without TEXT and --input it reads standard input. Several texts for one input are written as number of the
-    input, score and text, separated by tabs. A line break inside a text is written as a space, except with --json.
+    A model of audio or images reads the file that TEXT names. Without TEXT and --input it reads standard input. Several
+    texts for one input are written as number of the input, score and text, separated by tabs. A line break inside a
+    text is written as a space, except with --json.
 
     If --input and --output end with .parquet, .jsonl, .csv, .tsv or .txt, it works in bulk: memory is bounded, every
     column is copied, and the same command resumes a killed run. This needs the extra `bulk`.
