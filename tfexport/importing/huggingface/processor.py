@@ -32,8 +32,8 @@ _DEIT = {**_VIT, "size": 256, "resample": 3, "do_center_crop": True, "crop_size"
 def read_processor(settings: _Settings, subject: str = PREPROCESSOR) -> FeatureConfig:
     """Convert the settings of a Hugging Face feature extractor or image processor.
 
-    Images have the values of the processors that use Pillow. The variants that use torchvision resize with other
-    roundings, so that a pixel differs by up to one of its 256 levels.
+    Images have the values of the processors that use Pillow. Those that use torchvision resize differently: a pixel
+    differs by up to one of its 256 levels with the bilinear filter, and by about ten at sharp edges with the bicubic one.
 
     Args:
         settings: the object of preprocessor_config.json, or of processor_config.json, which contains it.
