@@ -19,7 +19,7 @@ def test_a_module_comes_with_an_extra_that_brings_it(module: str) -> None:
     extra = extras._EXTRAS[module]
     assert f"pip install 'tfexport[{extra}]'" in install_command(module)
     brought = " ".join(EXTRAS[extra]).replace("-", "_")
-    by = {"yaml": "pyyaml", "starlette": "fastapi", "pydantic": "fastapi"}
+    by = {"PIL": "pillow", "yaml": "pyyaml", "starlette": "fastapi", "pydantic": "fastapi"}
     assert by.get(module, module) in brought
 
 

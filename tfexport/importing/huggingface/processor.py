@@ -33,7 +33,7 @@ def read_processor(settings: _Settings, subject: str = PREPROCESSOR) -> FeatureC
     """Convert the settings of a Hugging Face feature extractor or image processor.
 
     Images have the values of the processors that use Pillow. Those that use torchvision resize differently: a pixel
-    differs by up to one of its 256 levels with the bilinear filter, and by about ten at sharp edges with the bicubic one.
+    differs by up to one of its 256 levels with the bilinear filter, and by about ten at sharp edges with bicubic.
 
     Args:
         settings: the object of preprocessor_config.json, or of processor_config.json, which contains it.
