@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 
 from tfexport.errors import ConfigError
 from tfexport.nn.cache import ConcatCache, Cross, Source
+from tfexport.nn.config import model_spec
 from tfexport.nn.presets import build_preset, preset
+from tfexport.nn.source import encoder_inputs, position_mask
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.sources import pad_sources, random_source
 
 # Built in a moment; the others have the same code path and half a gigabyte of weights.
-SMALL = ("tiny", "notebook-003")
+SMALL = ("tiny", "notebook-003", "speech-whisper", "speech-s2t", "captioner")
 
 
 def digest(model: Transformer) -> str:
@@ -28,7 +32,7 @@ def test_unknown_name_lists_all() -> None:
         build_preset("paper-bse")
     assert str(caught.value) == (
         "preset 'paper-bse' is unknown, expected one of paper-base, paper-big, modern, tiny, notebook-000, "
-        "notebook-001, notebook-002, notebook-003, notebook-004"
+        "notebook-001, notebook-002, notebook-003, notebook-004, speech-whisper, speech-s2t, captioner"
     )
 
 
@@ -74,11 +78,11 @@ def test_no_parameter_is_trivial(name: str) -> None:
 def test_greedy_decoding_is_not_degenerate(name: str) -> None:
     """Logits are spread, and what is decoded depends on the source and on the past."""
     model = build_preset(name)
-    tokens = model.config.tokens
-    source_ids = torch.randint(4, model.config.source_vocab, (4, 10), generator=torch.Generator().manual_seed(0))
-    source_mask = torch.arange(10)[None] < torch.tensor([10, 7, 4, 1])[:, None]
-    cross = Cross(model.encode(source_ids, Source(source_mask)), source_mask)
-    ids = torch.full((4, 1), tokens.start)
+    kind, rng = model_spec(model.config, "fp32").source, np.random.default_rng(0)
+    sources = pad_sources(kind, [random_source(kind, rng, length) for length in (10, 7, 4, 1)])
+    x, mask = encoder_inputs(kind, [torch.from_numpy(array) for array in sources.inputs.values()])
+    cross = Cross(model.encode(x, Source(mask)), position_mask(kind, mask))
+    ids = torch.full((4, 1), model.config.tokens.start)
     cache, decoded = model.empty_cache(ids), []
     for _ in range(16):
         logits = model.decode_step(ids, cross, cache)

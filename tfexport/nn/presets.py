@@ -14,7 +14,14 @@ import torch
 
 from tfexport.contract import TokenIds
 from tfexport.errors import ConfigError
-from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.config import (
+    ConvolutionActivation,
+    ConvolutionConfig,
+    FeaturesConfig,
+    ImageConfig,
+    StackConfig,
+    TransformerConfig,
+)
 from tfexport.nn.positions import sinusoid_table
 from tfexport.nn.switches import NormPlace
 from tfexport.nn.transformer import Transformer
@@ -31,15 +38,20 @@ def _stack(layers: int, num_heads: int, d_ff: int, norm_place: NormPlace, **more
 
 
 def _both(stack: StackConfig, d_model: int, vocab: int, max_length: int, **switches: Any) -> TransformerConfig:
-    both: dict[str, Any] = {"target_vocab": vocab, "tokens": _TOKENS, **switches}
-    return TransformerConfig(
-        d_model=d_model,
-        source_vocab=vocab,
-        max_source_length=max_length,
-        max_target_length=max_length,
-        encoder=stack,
-        decoder=stack,
-        **both,
+    both: dict[str, Any] = {
+        "source_vocab": vocab,
+        "max_source_length": max_length,
+        "encoder": stack,
+        "target_vocab": vocab,
+        "tokens": _TOKENS,
+        **switches,
+    }
+    return TransformerConfig(d_model=d_model, max_target_length=max_length, decoder=stack, **both)
+
+
+def _convolution(channels: int, kernel: int, stride: int, activation: ConvolutionActivation) -> ConvolutionConfig:
+    return ConvolutionConfig(
+        channels=channels, kernel=kernel, stride=stride, padding=kernel // 2, activation=activation
     )
 
 
@@ -114,6 +126,50 @@ _CONFIGS = {
         activation="gelu",
     ),
     "notebook-004": _both(_stack(2, 6, 2048, "post"), 840, 10_000, 1024, embedding_scale=math.sqrt(840)),
+    # Log-mel spectra of one length, as in Whisper.
+    "speech-whisper": _both(
+        _stack(2, 4, 256, "pre", final_norm=True),
+        64,
+        1_000,
+        128,
+        source_vocab=0,
+        features=FeaturesConfig(
+            dim=80,
+            convolutions=(_convolution(64, 3, 1, "gelu"), _convolution(64, 3, 2, "gelu")),
+            projection=False,
+            frames=64,
+        ),
+        max_source_length=32,
+        activation="gelu",
+        output_bias=False,
+    ),
+    # Filter banks of any length, as in Speech2Text.
+    "speech-s2t": _both(
+        _stack(2, 4, 256, "pre", final_norm=True),
+        64,
+        1_000,
+        128,
+        source_vocab=0,
+        features=FeaturesConfig(
+            dim=80, convolutions=(_convolution(64, 5, 2, "glu"), _convolution(64, 5, 2, "glu")), projection=False
+        ),
+        embedding_scale=8.0,
+        output_bias=False,
+        tie_output=True,
+    ),
+    # Images, with an encoder as in ViT and a narrower decoder as in TrOCR.
+    "captioner": _both(
+        _stack(2, 4, 256, "post", embedding_norm=True, embedding_scale=8.0, norm_eps=1e-5),
+        64,
+        1_000,
+        128,
+        source_vocab=0,
+        max_source_length=17,
+        image=ImageConfig(channels=3, height=32, width=32, patch_height=8, patch_width=8, class_tokens=1),
+        encoder=_stack(2, 4, 256, "pre", final_norm=True, d_model=96),
+        activation="gelu",
+        norm_eps=1e-12,
+    ),
 }
 
 PRESETS: tuple[str, ...] = tuple(_CONFIGS)
@@ -150,16 +206,16 @@ def _distribution(name: str, shape: tuple[int, ...], config: TransformerConfig) 
     # With plain Glorot weights, decoding repeats one token: attention and ReLU add one vector to all positions, and a
     # tied output returns its input. So attention is small, the feed-forward network is sparse and large, and if the
     # output is tied, the last norm's gains have either sign. Returns center and half width.
-    if name.endswith("fc1.bias"):
-        return -1.0, 0.1
     if name.endswith("bias"):
-        return 0.0, 0.1
+        return (-1.0 if name.endswith("fc1.bias") else 0.0), 0.1
     if len(shape) == 1:
         return (0.0, _LOGIT_SPREAD) if config.tie_output and name == _last_norm(config) else (1.0, 0.2)
     if name.endswith("embed.weight"):
-        return 0.0, math.sqrt(3) / config.embedding_scale
+        return 0.0, math.sqrt(3) / config.value("encoder" if name.startswith("enc.") else "decoder", "embedding_scale")
     if name == "out.weight":
         return 0.0, _LOGIT_SPREAD / math.sqrt(config.d_model)
+    if name.startswith("enc.front."):
+        return 0.0, math.sqrt(3 / (1 if name.endswith("tokens") else math.prod(shape[1:])))
     gain = 0.3 if name.endswith("o.weight") else 4.0 if name.endswith("fc2.weight") else 1.0
     return 0.0, gain * math.sqrt(6 / sum(shape))
 
