@@ -13,6 +13,7 @@ from tfexport._io.names import CARD, CONFIG
 from tfexport._io.sealed_directory import FileEntry
 from tfexport.errors import CheckpointError, TfexportError, first_line, raise_all, shortened
 from tfexport.importing._files import GENERATION_CONFIG, INDEX, SUFFIXES, WEIGHTS
+from tfexport.importing.huggingface.processor import PREPROCESSOR, PROCESSORS
 from tfexport.importing.huggingface.tokenizer import SETTINGS, TOKENIZER_FILES
 
 _NAME = re.compile(r"((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
@@ -87,7 +88,7 @@ def _needed(names: Collection[str]) -> list[str]:
         raise CheckpointError(problem, remedy="download other checkpoints yourself and give the path")
     stem, _, suffix = weights.removesuffix(INDEX).rpartition(".")
     shard = re.compile(rf"{stem}-\d+-of-\d+\.{suffix}" if weights.endswith(INDEX) else re.escape(weights))
-    wanted = {CONFIG, GENERATION_CONFIG, CARD, _TERMS, weights, *_VOCABULARY}
+    wanted = {CONFIG, GENERATION_CONFIG, PREPROCESSOR, PROCESSORS, CARD, _TERMS, weights, *_VOCABULARY}
     return [name for name in names if name in wanted or shard.fullmatch(name)]
 
 

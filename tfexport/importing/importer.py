@@ -12,8 +12,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tfexport._io.names import CERTIFICATE, CONFIG, GENERATION, LAYOUT, MODEL_WEIGHTS
+from tfexport._io.names import CERTIFICATE, CONFIG, GENERATION, LAYOUT, MODEL_WEIGHTS, PROCESSOR
 from tfexport._io.sealed_directory import FileEntry
+from tfexport._io.strict_json import render
+from tfexport.bundle.processor import ProcessorConfig
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
@@ -37,6 +39,7 @@ from tfexport.importing.huggingface import (
 )
 from tfexport.importing.huggingface.generation import read_generation
 from tfexport.importing.huggingface.own_code import prove
+from tfexport.importing.huggingface.processor import directory_processor
 from tfexport.importing.huggingface.tokenizer import tokenizer_names
 from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
 from tfexport.importing.layout.layout import SIDES, Layout, builtin_layouts, override, render_layout
@@ -144,7 +147,9 @@ def import_checkpoint(
         own_notes, has_own_weights = task.compare_own_weights(layout, canonical)
         certificate = certificate or task.compare_with_transformers(layout, canonical)
     canonical = replace(canonical, config=task.labeled(canonical.config))
-    text = task.text(tokenizer, target_tokenizer, model_spec(canonical.config, "fp32"), has_own_weights=has_own_weights)
+    spec = model_spec(canonical.config, "fp32")
+    text = task.text(tokenizer, target_tokenizer, spec, has_own_weights=has_own_weights)
+    processor, processor_notes = task.processor(spec)
     defaults, generation_notes = task.generation(canonical.config, text.generation)
     certificate = replace(
         certificate,
@@ -158,6 +163,8 @@ def import_checkpoint(
     files = {**text.files, LAYOUT: render_layout(layout).encode()}
     if given := defaults.given():
         files[GENERATION] = (json.dumps(given, indent=2) + "\n").encode()
+    if processor is not None:
+        files[PROCESSOR] = render(processor.to_dict())
 
     def all_files(folder: Path) -> dict[str, bytes]:
         entries = {name: FileEntry.of(folder / name) for name in (CONFIG, MODEL_WEIGHTS)}
@@ -170,7 +177,8 @@ def import_checkpoint(
         for name, tensor in canonical.tensors.items()
     }
     save_model(replace(canonical, tensors=tensors).model(), output, files=all_files, force=force)
-    notes = [*task.notes, *canonical.notes, *own_notes, *text.notes, *generation_notes, task.account.summary()]
+    notes = [*task.notes, *canonical.notes, *own_notes, *processor_notes, *text.notes, *generation_notes]
+    notes.append(task.account.summary())
     for note in notes:
         report(note)
     return Imported(layout, canonical.config, certificate, tuple(notes))
@@ -437,6 +445,11 @@ class _Import:
             return ImportedText({}, notes=(f"the directory's tokenizer is not used: {error}",))
         notes = (f"the tokenizer is the directory's {', '.join(names)}", *text.notes) if names else text.notes
         return replace(text, notes=notes)
+
+    def processor(self, spec: ModelSpec) -> tuple[ProcessorConfig | None, tuple[str, ...]]:
+        if spec.source_vocab or self.hf_config is None:
+            return None, ()
+        return directory_processor(self.path, spec, compare=self.config.compare)
 
     def generation(
         self, config: TransformerConfig, language: Mapping[str, int]

@@ -1,14 +1,23 @@
-"""Convert the preprocessor_config.json of a Hugging Face directory."""
+"""Convert preprocessor_config.json, and compare the result with transformers."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
-from tfexport.features.config import AudioConfig, FeatureConfig, ImageConfig
+import numpy as np
+from numpy.typing import NDArray
 
-PREPROCESSOR = "preprocessor_config.json"
+from tfexport.bundle.processor import Comparison, ProcessorConfig
+from tfexport.contract import ModelSpec
+from tfexport.errors import BackendError, CheckpointError, ConfigError, ParityError, raise_all, shortened
+from tfexport.features.config import AudioConfig, FeatureConfig, ImageConfig
+from tfexport.importing.huggingface.tokenizer import need_transformers, read_json_object
+
+PREPROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"
+_TOLERANCE, _INPUTS = 1e-4, 32
 
 _Settings = Mapping[str, Any]
 _RESAMPLE: Mapping[int, Any] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # the numbers of Pillow
@@ -42,7 +51,7 @@ def read_processor(settings: _Settings, subject: str = PREPROCESSOR) -> FeatureC
     Raises:
         CheckpointError: it lists every setting that cannot be reproduced.
     """
-    settings = settings.get("feature_extractor") or settings.get("image_processor") or settings
+    settings = _nested(settings) or settings
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type"))
     kind = kind.removesuffix("Fast").replace("ImageProcessor", "FeatureExtractor")
     if kind not in _KINDS:
@@ -59,6 +68,89 @@ def read_processor(settings: _Settings, subject: str = PREPROCESSOR) -> FeatureC
         problems += error.problems
     raise_all(CheckpointError, subject, problems, remedy="tfexport cannot reproduce this processor")
     return config
+
+
+def directory_processor(
+    directory: Path, spec: ModelSpec, *, compare: bool
+) -> tuple[ProcessorConfig | None, tuple[str, ...]]:
+    """Convert the processor of a directory and compare it with that of transformers.
+
+    Also returns notes. It is None if the directory has none that tfexport can reproduce.
+
+    Raises:
+        ParityError: it computes other features than transformers.
+    """
+    nested = read_json_object(directory / PROCESSORS)
+    name = PROCESSORS if _nested(nested) else PREPROCESSOR  # the same order as in transformers
+    settings = nested if name == PROCESSORS else read_json_object(directory / name)
+    if not settings:
+        return None, (f"there is no {PREPROCESSOR}: the model reads features that you compute",)
+    try:
+        found = read_processor(settings, name)
+        kind = "audio" if isinstance(found, AudioConfig) else "image"
+        config = ProcessorConfig(**{kind: found})  # type: ignore[arg-type]  # a field for each kind
+        raise_all(CheckpointError, name, config.problems_for(spec))
+    except CheckpointError as error:
+        return None, (f"the directory's processor is not used: {error}",)
+    reason = "--no-compare"
+    if compare:
+        try:
+            config = dataclasses.replace(config, compared=_compared(directory, config, name))
+        except BackendError as error:
+            reason = str(error)
+    if config.compared is None:
+        return config, (f"the processor is that of {name}; it was not compared with transformers: {reason}",)
+    result = f"{config.compared.inputs} inputs, largest error {config.compared.largest_error:.1e}"
+    return config, (f"the processor is that of {name}; compared with {config.compared.original}: {result}",)
+
+
+def _nested(settings: _Settings) -> Any:
+    return settings.get("feature_extractor") or settings.get("image_processor")
+
+
+def _compared(directory: Path, config: ProcessorConfig, name: str) -> Comparison:
+    transformers = need_transformers(directory)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    audio, errors = config.audio, list[float]()
+    try:
+        if audio is not None:
+            theirs = transformers.AutoFeatureExtractor.from_pretrained(directory, **local)
+        else:
+            theirs = transformers.AutoImageProcessor.from_pretrained(directory, **local, backend="pil")
+        for value in _signals(audio) if audio else _pictures():
+            rate = {"sampling_rate": audio.rate} if audio else {}
+            expected = theirs(value, **rate, return_tensors="np")[theirs.model_input_names[0]][0]
+            found = config.processor.extract(value, rate=audio.rate if audio else None)
+            expected = expected.T if audio and audio.kind == "log_mel" else expected.reshape(found.shape)
+            errors.append(float(np.abs(found - expected).max()))
+    except Exception as error:
+        raise BackendError(f"transformers cannot run it ({type(error).__name__}: {str(error)[:300]})") from error
+    original = f"{type(theirs).__name__} of transformers {transformers.__version__}"
+    if not max(errors) <= _TOLERANCE:
+        problem = f"differs from {original} by {max(errors):.1e}, expected at most {_TOLERANCE:.0e}"
+        raise ParityError(problem, subject=name, remedy="import it without this file and compute the features yourself")
+    return Comparison(original=original, inputs=len(errors), largest_error=max(errors))
+
+
+def _signals(config: AudioConfig) -> Iterator[NDArray[np.float32]]:
+    """Yield signals like voices in noise, float32 [samples], of 0.05 to 3 s."""
+    rng = np.random.default_rng(0)
+    for _ in range(_INPUTS):
+        size = int(config.rate * min(rng.uniform(0.05, 3.0), config.max_seconds))
+        time = np.arange(size) / config.rate
+        phase = 2 * np.pi * rng.uniform(80, 400) * time
+        voice = sum(np.sin(k * phase) / k for k in range(1, 12)) * np.sin(20 * time) ** 2
+        # Noise in every band, because transformers may compute in float32, which rounds silence.
+        yield (0.1 * voice + rng.choice([0.003, 0.03, 0.1]) * rng.normal(size=size)).astype(np.float32)
+
+
+def _pictures() -> Iterator[NDArray[np.uint8]]:
+    """Yield smooth and noisy images, uint8 [height, width, 3]."""
+    rng = np.random.default_rng(0)
+    for number in range(_INPUTS):
+        height, width = rng.integers(16, 400, 2)
+        image = rng.integers(0, 256, (height, width, 3))
+        yield (image.cumsum(1) // np.arange(1, width + 1)[:, None] if number % 2 else image).astype(np.uint8)
 
 
 def _type_problems(given: _Settings, defaults: _Settings) -> Iterator[str]:
