@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ DATES = ROOT / "models" / "dates"
 Once = Callable[[str, Callable[[Path], object]], Path]
 OPTIONAL = ("hypothesis", "transformers", "fastapi", "uvicorn", "prometheus_client", "httpx")
 
+# The collector has nothing to free while tests are collected, and reads what they imported only once.
+gc.disable()
 # A shell that runs the tests in the background makes them, and their child processes, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,6 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Use more workers than cores, because many tests wait for processes and deadlines."""
     return min(4, (os.cpu_count() or 1) * 3 // 2)
+
+
+def pytest_collection_finish() -> None:
+    """Leave imported modules and collected tests out of garbage collection."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
