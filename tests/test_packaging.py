@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKED = ("export", "cpu", "serve", "rtx", "dev")
+PIP = (sys.executable, "-m", "pip")
 TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
 
 
@@ -51,7 +52,7 @@ def wheel(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
         shutil.copytree(ROOT / "tfexport", source / "tfexport", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
-        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", path, source)
+        run(*PIP, "wheel", "--quiet", "--no-deps", "--wheel-dir", path, source)
 
     return next(once("wheel", make).glob("*.whl"))
 
@@ -60,8 +61,9 @@ def wheel(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 def deployed(once: Callable[[str, Callable[[Path], object]], Path], wheel: Path) -> Path:
 
     def make(path: Path) -> None:
-        run(sys.executable, "-m", "venv", path)
-        run(path / "bin/pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[cpu]")
+        run(sys.executable, "-m", "venv", "--without-pip", path)
+        install = ("--python", path / "bin/python", "install", "--quiet", "--no-compile")
+        run(*PIP, *install, "--constraint", ROOT / "constraints.txt", f"{wheel}[cpu]")
 
     return once("deployed", make) / "bin"
 
@@ -80,7 +82,7 @@ def test_the_wheel_holds_only_the_code(wheel: Path) -> None:
 
 
 def test_the_command_works_without_torch_and_onnx(deployed: Path, tmp_path: Path) -> None:
-    listed = {row["name"] for row in json.loads(run(deployed / "pip", "list", "--format", "json"))}
+    listed = {row["name"] for row in json.loads(run(*PIP, "--python", deployed / "python", "list", "--format", "json"))}
     assert not listed & {"torch", "onnx", "onnxscript", "onnx-ir", "safetensors", "transformers"}
     for module in ("torch", "onnx"):
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is not None)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,14 +31,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_dead_anchor_fails(site: Path, tmp_path: Path) -> None:
+    """With the settings of the site, on two pages."""
     pages = tmp_path / "pages"
-    shutil.copytree(site.parent / "pages", pages, symlinks=True)
-    readme = pages / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    readme.unlink()
-    readme.write_text(f"{text}\n[dead](docs/guides/serving.md#nowhere)\n", encoding="utf-8")
+    pages.mkdir()
+    (pages / "README.md").write_text("# One\n\n[dead](two.md#nowhere)\n", encoding="utf-8")
+    (pages / "two.md").write_text("# Two\n", encoding="utf-8")
+    settings = f"INHERIT: {ROOT}/docs/mkdocs.yml\nhooks: []\nextra_css: []\nnav: [README.md, two.md]\n"
+    (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
     places = {"SITE_ROOT": str(ROOT), "SITE_PAGES": str(pages), "SITE_HTML": str(tmp_path / "html")}
-    command = ["mkdocs", "build", "--strict", "--config-file", ROOT / "docs" / "mkdocs.yml"]
+    command = ["mkdocs", "build", "--strict", "--config-file", tmp_path / "mkdocs.yml"]
     done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, **places}, timeout=300)
     assert done.returncode != 0
     assert "'#nowhere'" in done.stderr
