@@ -89,6 +89,10 @@ class FeatureSource(Config, subject="features"):
             positions = positions * each.stride + each.kernel - 2 * each.padding - 1
         return positions
 
+    def least_frames(self, positions: int) -> int:
+        """Return the smallest number of frames that become `positions`."""
+        return self.frames or self.most_frames(positions - 1) + 1
+
     def sizes(self, source_len: int) -> dict[str, int]:
         """Return the largest number of frames with `source_len` positions."""
         return {FRAMES: self.frames or self.most_frames(source_len)}

@@ -202,7 +202,7 @@ class _Import:
         for note in self.checkpoint.notes:
             report(f"{path}: {note}")
         self.hf_config, self.own_settings = self.checkpoint.hf_config, options.settings
-        self.family, settings = self._family(has_reference=reference is not None)
+        self.family, self.layout, settings = self._family(options.layout, has_reference=reference is not None)
         self.settings = settings | self.own_settings
         self.account = Account(self.checkpoint.left_out)
         self.own: Mapping[str, Tensor] = self.checkpoint.tensors  # tensors of the file, with the names of the layout
@@ -211,7 +211,6 @@ class _Import:
             tensors, uses = as_loaded(self.family, self.hf_config or {}, self.own, report)
             self.account.uses |= uses
             self.checkpoint = replace(self.checkpoint, tensors=tensors)
-        self.layout = named_layout(self.family.layout(self.hf_config or {})) if self.family else options.layout
         self.proof = self._proof(reference) if reference else None
         self.settings = self._recorded_tokens() | self.settings
         self._leave_out(config.ignore)
@@ -247,11 +246,13 @@ class _Import:
         self.account.check(self.checkpoint.tensors)
         return replace(layout, ignore=tuple(dict.fromkeys([*layout.ignore, *buffers, *self.config.ignore])))
 
-    def _family(self, *, has_reference: bool) -> tuple[Family | None, dict[str, Value]]:
+    def _family(
+        self, given: Layout | None, *, has_reference: bool
+    ) -> tuple[Family | None, Layout | None, dict[str, Value]]:
         hf, generation = self.hf_config, self.checkpoint.hf_generation
         layout = self.config.layout if self.config.builtin else ""
         if hf is None:
-            return None, {}
+            return None, given, {}
         if (family := family_of(hf)) is None:
             check_config(hf)
             model_type = shortened(hf.get("model_type"))
@@ -261,13 +262,14 @@ class _Import:
                     "record reference outputs with its code and give --reference, see docs/guides/hugging-face.md"
                 )
             self.report(f"config.json: there is no layout for {model_type}; only its tokens are used")
-            return None, read_tokens(Reader(hf, {}), generation, ())
+            return None, given, read_tokens(Reader(hf, {}), generation, ())
         if layout not in ("auto", family.layout(hf)):
-            return None, {}
+            return None, given, {}
         self.report(f"config.json: the layout is {family.layout(hf)}")
         if unread := [name for name in family.unread if name in hf]:
             self.report(f"config.json: ignored keys that transformers does not read: {', '.join(unread)}")
-        return family, read_settings(family, hf, generation, self.checkpoint.tensors, self.own_settings)
+        settings, front = read_settings(family, hf, generation, self.checkpoint.tensors, self.own_settings)
+        return family, replace(named_layout(family.layout(hf)), features=front), settings
 
     def _proof(self, path: Path) -> _Proof:
         # Use the state dict in the reference file, the one next to it, or the checkpoint's.
@@ -412,7 +414,7 @@ class _Import:
         reason = "there are no reference outputs"
         if self.family and self.config.compare:
             try:
-                return prove(self.path, self.hf_config or {}, self.own, layout, canonical)
+                return prove(self.path, self.family, self.hf_config or {}, self.own, layout, canonical)
             except BackendError as error:
                 reason += f", and it was not compared with transformers: {error}"
         self.notes.append(f"the import is not proven: {reason}")

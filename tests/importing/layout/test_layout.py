@@ -226,6 +226,7 @@ post: ["enc.embed.weight |> zero_row pad"]
 assert_tied: [[a, b]]
 ignore: ["*.mask"]
 baseline: 1.0e-8
+features: {dim: 8, convolutions: [{kernel: 3, stride: 2, channels: 4, activation: glu}]}
 """
 
 
@@ -277,7 +278,7 @@ START = "layout: 1\nname: a\nmap: [a -> out.bias]\n"
         (START + "derive: {out.weight: eval os}", "none of tie NAME"),
         (START + "baseline: 1", "baseline is 1, expected 0 or more and below 0.001"),
         (START + "arch: {embedding_scale: sqrt(vocab)}", "expected arithmetic in d_model"),
-        (START + "arch: {enc: {activation: relu}}", "switch enc.activation is unknown"),
+        (START + "arch: {enc: {norm: rms}}", "switch enc.norm is unknown"),
         ("a: " * 400, "not valid YAML"),
         (START + "arch: {1: 2}", "a key that is not a string"),
         (START + "assert_tied: [[a]]", "expected at least two keys"),

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tfexport._arguments import is_whole
 from tfexport.contract import ModelSpec
-from tfexport.errors import CheckpointError, raise_all, shortened
+from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing.accounting import Use
+from tfexport.nn.config import FeaturesConfig
 from tfexport.nn.switches import Value
 
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
@@ -85,6 +86,19 @@ class Reader:
         self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
         return {}
 
+    def rotary(self, name: str, default: float) -> float:
+        """Return a parameter of rotary positions that are not scaled."""
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        if kind != "default":
+            self.problems.append(f"{self.prefix}rope_parameters has {shortened(kind)}, expected rope_type default")
+            return 1.0
+        value = rope.get(name, self.config.get(name, default))
+        if isinstance(value, int | float) and value > 0:
+            return float(value)
+        self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected a number above 0")
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Family:
@@ -100,6 +114,8 @@ class Family:
     is_tied: bool = False  # the head may be missing, regardless of config.json
     unread: tuple[str, ...] = ()  # keys of config.json that no current version of transformers reads
     unused: tuple[str, ...] = ()  # patterns of weights that transformers does not load
+    features: Callable[[Reader], FeaturesConfig | None] | None = None  # front end of encoders that read features
+    arrange: Callable[[Tensor], Tensor] = lambda features: features  # [batch, frames, dim] as transformers takes them
     convert: Callable[[Path, ModelSpec], dict[str, Inner]] | None = None  # None if transformers makes the tokenizers
     tokenizer_files: tuple[str, ...] = ()  # select `convert` if a directory has no config.json
 
@@ -124,12 +140,21 @@ def read_settings(
     generation: Mapping[str, Any],
     keys: Collection[str],
     own_settings: Collection[str] = (),
-) -> dict[str, Value]:
-    """Read a config.json as settings; `own_settings` of the user replace its tokens."""
-    reader = Reader(config, family.defaults)
-    found = family.settings(reader, keys) | read_tokens(reader, generation, own_settings)
+) -> tuple[dict[str, Value], FeaturesConfig | None]:
+    """Read a config.json as settings and a front end.
+
+    `own_settings` of the user replace its tokens.
+    """
+    reader, front = Reader(config, family.defaults), None
+    known = {*own_settings, "tokens.pad"} if family.features else own_settings  # no id pads features
+    found = family.settings(reader, keys) | read_tokens(reader, generation, known)
+    if family.features and not reader.problems:
+        try:
+            front = family.features(reader)
+        except ConfigError as error:
+            reader.problems += error.problems
     raise_all(CheckpointError, "config.json", reader.problems)
-    return found
+    return found, front
 
 
 def read_tokens(reader: Reader, generation: Mapping[str, Any], own_settings: Collection[str]) -> dict[str, Value]:

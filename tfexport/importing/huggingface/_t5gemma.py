@@ -33,7 +33,7 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
         "num_heads": encoder.whole("num_attention_heads"),
         "dec.num_heads": decoder.whole("num_attention_heads"),
         "norm_eps": encoder.config.get("rms_norm_eps", 1e-6),
-        "rotary_base": _rotary_base(encoder),
+        "rotary_base": encoder.rotary("rope_theta", 10000.0),
         "attention_scale": max(encoder.whole("query_pre_attn_scalar"), 1) ** -0.5,
         "attention_softcap": encoder.config["attn_logit_softcapping"] or 0.0,
         "logit_softcap": decoder.config["final_logit_softcapping"] or 0.0,
@@ -41,19 +41,6 @@ def _settings(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     }
     reader.problems += [*encoder.problems, *decoder.problems]
     return found
-
-
-def _rotary_base(reader: Reader) -> float:
-    rope = reader.config.get("rope_parameters") or reader.config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind != "default":
-        reader.problems.append(f"{reader.prefix}rope_parameters has {shortened(kind)}, expected rope_type default")
-        return 1.0
-    base = rope.get("rope_theta", reader.config.get("rope_theta", 10000.0))
-    if isinstance(base, int | float) and base > 0:
-        return float(base)
-    reader.problems.append(f"{reader.prefix}rope_theta is {shortened(base)}, expected a number above 0")
-    return 1.0
 
 
 def _longest(reader: Reader) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,18 @@ from torch import Tensor
 
 from tfexport.bundle.status import HUGGING_FACE
 from tfexport.errors import BackendError, ParityError, raise_all
+from tfexport.importing.huggingface import Family
 from tfexport.importing.huggingface.tokenizer import need_transformers
 from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.reference.certificate import Certificate, uncompared
 from tfexport.importing.reference.compare import BASELINES, Comparator, compare_lengths, tolerance
-from tfexport.importing.reference.lengths import LENGTHS, IdRange, run_row
+from tfexport.importing.reference.lengths import LENGTHS, FrameRange, IdRange, run_row
 from tfexport.importing.reference.original import Original
 from tfexport.importing.reference.outputs import ReferenceOutputs, draw_batch
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.eager import to_float64
+from tfexport.nn.source import length_mask
 
 _LONG = (64, 256, LENGTHS[-1])  # tokens of the single rows, as far as the model accepts them
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -33,16 +35,27 @@ _BYTES = 16  # per parameter: the checkpoint, and one model in float64
 
 
 def prove(
-    path: Path, hf_config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: Layout, canonical: Canonical
+    path: Path,
+    family: Family,
+    hf_config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    canonical: Canonical,
 ) -> Certificate:
     """Compare with transformers; raise BackendError if it cannot run the model."""
     transformers = need_transformers(path)
+    kind = transformers.AutoModelForSpeechSeq2Seq if family.features else transformers.AutoModelForSeq2SeqLM
     verbosity = transformers.utils.logging.get_verbosity()
     try:
         transformers.utils.logging.set_verbosity_error()
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
-            _check_sizes(transformers, path, tensors)
-            reference, texts = _run(transformers, path, hf_config, layout, canonical.config)
+            _check_sizes(transformers.AutoConfig, kind, path, tensors)
+            options = {**_LOCAL, "weights_only": True, "dtype": torch.float32, "attn_implementation": "eager"}
+            model = kind.from_pretrained(path, **options)
+            # transformers 5 scales the logits of UMT5 regardless of config.json, unlike 4 and the training.
+            model.config.tie_word_embeddings = hf_config.get("tie_word_embeddings", True)
+            reference, texts = _run(model.eval(), family, layout, canonical.config, transformers.GenerationConfig)
+            model.to("meta")  # frees its memory, although the module has reference cycles
     except (BackendError, ParityError):
         raise
     except Exception as error:
@@ -73,10 +86,9 @@ def prove(
     )
 
 
-def _check_sizes(transformers: Any, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
+def _check_sizes(config: Any, kind: Any, path: Path, tensors: Mapping[str, Tensor]) -> None:
     with torch.device("meta"):
-        empty = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        empty = kind.from_config(config.from_pretrained(path, **_LOCAL))
     problems = [
         f"{name} is {list(tensors[name].shape)}, config.json describes {list(tensor.shape)}"
         for name, tensor in empty.state_dict().items()
@@ -88,27 +100,67 @@ def _check_sizes(transformers: Any, path: Path, tensors: Mapping[str, Tensor]) -
         raise BackendError(f"that needs {needed} bytes of memory, this machine has {memory}")
 
 
+class _Together:
+    """Run a batch of token ids at once."""
+
+    encode: Any = staticmethod(lambda model, ids, mask: model.get_encoder()(ids, mask.long()).last_hidden_state)
+
+    def logits(self, model: Any, ids: Tensor, mask: Tensor, target_ids: Tensor) -> Tensor:
+        return model(ids, mask.long(), decoder_input_ids=target_ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def generate(self, model: Any, ids: Tensor, mask: Tensor, pad: int) -> Tensor:
+        return model.generate(ids, attention_mask=mask.long())  # type: ignore[no-any-return]
+
+
+class _Alone:
+    """Run each source of features alone.
+
+    The encoders of transformers are not independent of padding.
+    """
+
+    encode: Any = None
+
+    def __init__(self, arrange: Callable[[Tensor], Tensor]) -> None:
+        self.arrange = arrange
+
+    def logits(self, model: Any, features: Tensor, mask: Tensor, target_ids: Tensor) -> Tensor:
+        rows = zip(self._rows(model, features, mask), target_ids, strict=True)
+        return torch.cat([model(x, decoder_input_ids=ids[None], use_cache=False).logits for x, ids in rows])
+
+    def generate(self, model: Any, features: Tensor, mask: Tensor, pad: int) -> Tensor:
+        texts = [model.generate(x)[0] for x in self._rows(model, features, mask)]
+        return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad)
+
+    def _rows(self, model: Any, features: Tensor, mask: Tensor) -> list[Tensor]:
+        wide, lengths = features.to(model.dtype), mask.sum(1).tolist()
+        return [self.arrange(row[None, :length]) for row, length in zip(wide, lengths, strict=True)]
+
+
+def _draw(side: IdRange | FrameRange, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw three rows of uneven length, and their mask."""
+    if isinstance(side, IdRange):
+        return draw_batch(side.vocab, side.short, side.pad, generator)
+    features = side.draw((3, side.short), generator)
+    lengths = [features.shape[1], *(side.source.least_frames(n) for n in (side.short // 2 + 1, 1))]
+    return features, length_mask(torch.tensor(lengths), features.shape[1])
+
+
 def _run(
-    transformers: Any, path: Path, hf_config: Mapping[str, Any], layout: Layout, config: TransformerConfig
+    model: Any, family: Family, layout: Layout, config: TransformerConfig, generation: Any
 ) -> tuple[ReferenceOutputs, Tensor]:
-    """Return outputs for random ids, and greedy texts."""
-    options = {**_LOCAL, "weights_only": True, "dtype": torch.float32, "attn_implementation": "eager"}
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, **options)
-    # transformers 5 scales the logits of UMT5 regardless of its config.json, unlike transformers 4 and the training.
-    model.config.tie_word_embeddings = hf_config.get("tie_word_embeddings", True)
+    """Return outputs for random sources, and greedy texts."""
     generator, pad = torch.Generator().manual_seed(0), config.tokens.pad
     limits = (config.source_vocab, config.max_source_length), (config.target_vocab or 0, config.max_target_length or 0)
-    sides = [IdRange(vocab, pad, min(24, most), most) for vocab, most in limits]
+    sides: list[IdRange | FrameRange] = [IdRange(vocab, pad, min(24, most), most) for vocab, most in limits]
+    kind = config.features.source if config.features else None
+    caller = _Alone(family.arrange) if kind else _Together()
+    if kind:
+        sides[0] = FrameRange(kind, min(24, config.max_source_length), config.max_source_length)
     inputs: dict[str, Any] = {}
     for name, side in zip(("source", "target"), sides, strict=True):
-        inputs[f"{name}_ids"], inputs[f"{name}_mask"] = draw_batch(side.vocab, side.short, pad, generator)
-    original = Original(
-        lambda model, ids, mask, target: model(ids, mask.long(), decoder_input_ids=target, use_cache=False).logits,
-        lambda model, ids, mask: model.get_encoder()(ids, mask.long()).last_hidden_state,
-        inputs,
-        config.target_vocab,
-    )
-    rounded = original.run(model.eval())
+        inputs[f"{name}_ids"], inputs[f"{name}_mask"] = _draw(side, generator)
+    original = Original(caller.logits, caller.encode, inputs, config.target_vocab)
+    rounded = original.run(model)
     to_float64(model)
     results: dict[str, Any] = original.run(model)
     # A family that computes parts in float32 may differ by twice its error in float32, which grows with depth.
@@ -122,10 +174,8 @@ def _run(
     tokens = {name: getattr(model.generation_config, name) for name in names} | {"pad_token_id": pad}
     # With a cache, it fails for a T5 with more layers in its decoder than in its encoder.
     settings = {"suppress_tokens": [pad], "max_new_tokens": 16, "use_cache": False}
-    model.generation_config = transformers.GenerationConfig(**tokens, **settings)
-    texts = model.generate(reference.source_ids, attention_mask=reference.source_mask.long())
-    model.to("meta")  # frees its memory, although the module has reference cycles
-    return reference, texts
+    model.generation_config = generation(**tokens, **settings)
+    return reference, caller.generate(model, reference.source_ids, reference.source_mask, pad)
 
 
 @torch.inference_mode()

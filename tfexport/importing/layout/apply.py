@@ -109,12 +109,13 @@ def apply_layout(
     assert config is not None
     made = execution.run(tensors, sizes)
     raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, execution))
-    made |= {name: made[_EMBEDDING].new_zeros(shape) for name, shape in filled.items()}
+    made |= {name: next(iter(made.values())).new_zeros(shape) for name, shape in filled.items()}
     notes = (f"{len(filled)} missing biases are set to 0, {next(iter(filled))} first",) if filled else ()
     complete = {name: made[name].contiguous() for name in expected_shapes(config)}
     if config.decoder is not None:  # equal tables are stored once
         table = complete["dec.embed.weight"]
-        is_tied, is_output = _same(complete[_EMBEDDING], table), _same(complete["out.weight"], table)
+        is_tied = _EMBEDDING in complete and _same(complete[_EMBEDDING], table)
+        is_output = _same(complete["out.weight"], table)
         config = replace(config, tie_embeddings=is_tied, tie_output=is_output)
     return Canonical(config, complete, tuple(execution.uses), notes)
 
@@ -203,10 +204,10 @@ def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[s
     layout = execution.layout
     meta = {key: tensor.to("meta") for key, tensor in execution.tensors.items()}
     names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
-    width = execution.width(meta, names)
-    if width is None:
+    widths = execution.widths(meta, names)
+    if widths is None:
         return {}, {}
-    sizes = {side: {**names, "d_model": float(width)} for side in SIDES}
+    sizes = {side: {**names, "d_model": float(widths[side])} for side in SIDES}
     for side in SIDES:
         if isinstance(heads := layout.switch("num_heads", side), int) and heads > 0:
             sizes[side]["num_heads"] = float(heads)
@@ -275,16 +276,28 @@ class _Execution:
             if (key in used) == is_ignored(key)
         ]
 
-    def width(self, meta: Mapping[str, Tensor], names: Names) -> int | None:
+    def widths(self, meta: Mapping[str, Tensor], names: Names) -> dict[str, int] | None:
+        """Return d_model of both sides."""
+        # An encoder of features or images has no table.
+        if self.layout.features is None and self.layout.image is None:
+            width = self._width(_EMBEDDING, meta, names)
+            return None if width is None else dict.fromkeys(SIDES, width)
+        width = self._width("enc.layers.0.norm1.weight", meta, names)
+        has_decoder = any(target.startswith("dec.") for *_, pair in self.pairs for target in pair.targets)
+        other = self._width("dec.embed.weight", meta, names) if has_decoder else width
+        return None if width is None or other is None else {"enc": width, "dec": other}
+
+    def _width(self, name: str, meta: Mapping[str, Tensor], names: Names) -> int | None:
+        expected = ["vocab", "d_model"] if name.endswith("embed.weight") else ["d_model"]
         for number, line, pair in self.pairs:
-            if _EMBEDDING in pair.targets:
+            if name in pair.targets:
                 found = self._run_pair(number, line, pair, meta, names)
-                shape = list(found[pair.targets.index(_EMBEDDING)].shape) if found else []
-                if len(shape) == 2:
-                    return shape[1]
-                self.problems.append(f"{pair.sources[0]} becomes {_EMBEDDING} {shape}, expected [vocab, d_model]")
+                shape = list(found[pair.targets.index(name)].shape) if found else []
+                if len(shape) == len(expected):
+                    return shape[-1]
+                self.problems.append(f"{pair.sources[0]} becomes {name} {shape}, expected [{', '.join(expected)}]")
                 return None
-        self.problems.append(f"{_EMBEDDING} is missing; map a key to it")
+        self.problems.append(f"{name} is missing; map a key to it")
         return None
 
     def run(self, tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> dict[str, Tensor]:
@@ -342,7 +355,7 @@ class _Execution:
         return self._folded(place, line.steps, [tensors[key] for key in pair.sources], context)
 
     def _derive(self, name: str, derived: Derived, made: dict[str, Tensor], context: Context) -> bool:
-        start = self._start(derived, made, context)
+        start = self._start(derived, _side(name), made, context)
         if isinstance(start, str):
             self.problems.append(f"derive {name}: {start}")
             return False
@@ -353,7 +366,7 @@ class _Execution:
             made[name] = folded[0]
         return bool(folded)
 
-    def _start(self, derived: Derived, made: Mapping[str, Tensor], context: Context) -> Tensor | str:
+    def _start(self, derived: Derived, side: str, made: Mapping[str, Tensor], context: Context) -> Tensor | str:
         width, argument = int(context.names["d_model"]), derived.argument
         if derived.kind == "tie":
             return made.get(argument, f"{argument} is missing")
@@ -363,7 +376,7 @@ class _Execution:
             return self.attributes.get(argument, missing)
         if derived.kind == "ones":
             return next(iter(made.values())).new_ones(width)
-        length = self.layout.switch("max_length")
+        length = self.layout.switch("max_length", side)
         if not isinstance(length, int) or not 0 < length <= MAX_SIZE:
             return "the length of a computed table is not known; give --set max_length=N"
         cut = sum(context.whole(step.arguments[0]) for step in derived.steps if step.name == "slice")

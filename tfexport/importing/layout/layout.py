@@ -15,6 +15,7 @@ from tfexport.config import Config, Ge, Lt, Match, TokenId
 from tfexport.errors import ConfigError, shortened
 from tfexport.importing.layout._grammar import Rule, names_in
 from tfexport.importing.layout.ops import OPERATIONS, SINUSOIDS, Step, parse_step
+from tfexport.nn.config import FeaturesConfig, ImageConfig
 from tfexport.nn.switches import SWITCHES, Switch, Value
 
 VERSION = 1
@@ -26,16 +27,18 @@ _CANONICAL = re.compile(
     r"(enc|dec)\.(embed\.weight|pos|rel_bias\.weight|(emb_norm|norm)\.(weight|bias)"
     r"|layers\.\d+\.((self\.([qkvo]|[qk]_norm)|(post_)?norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias)|rel_bias\.weight))"
     r"|dec\.layers\.\d+\.cross\.([qkvo]|[qk]_norm)\.(weight|bias)|(out|head)\.(weight|bias)"
+    r"|enc\.front\.((layers\.\d+\.(conv|norm)|proj|conv)\.(weight|bias)|tokens)"
 )
 _TOKENS = ("unk", "pad", "bos", "eos", "start")
-
-
+# Switches that are not per side, but that a side can replace.
+REPLACEABLE = ("embedding_scale", "embedding_norm", "norm_eps", "activation", "feed_forward")
 # The keys of `arch`: the switches of the canonical model, and two sizes.
 ARCH_SWITCHES: dict[str, Switch] = {
     **SWITCHES,
     "num_heads": Switch(values=int, acts="attention", per_side=True),
-    "max_length": Switch(values=int, acts="positions"),
+    "max_length": Switch(values=int, acts="positions", per_side=True),
 }
+_OF_SIDES = (*REPLACEABLE, *(name for name, switch in ARCH_SWITCHES.items() if switch.per_side))
 
 
 class Line(NamedTuple):
@@ -57,13 +60,16 @@ class Derived(NamedTuple):
 class Layout(Config, subject="layout"):
     """A mapping from the state dict of one implementation to the canonical model.
 
-    Switches of one side have the names "enc.NAME" and "dec.NAME" in `arch`. `baseline` is the relative error of the
-    original in float64, if it computes parts in float32.
+    Switches of one side have the names "enc.NAME" and "dec.NAME" in `arch`. An encoder that reads `features` or an
+    `image` has no table of embeddings. `baseline` is the relative error of the original in float64, if it computes
+    parts in float32.
     """
 
     name: Annotated[str, Match(r"[\w.-]{1,80}", "1 to 80 letters, digits, _, - and .")]
     about: str = ""
     arch: Mapping[str, Value] = field(default_factory=dict)
+    features: FeaturesConfig | None = None
+    image: ImageConfig | None = None
     tokens: Mapping[str, TokenId | str] = field(default_factory=dict)
     map: tuple[str, ...]
     derive: Mapping[str, str] = field(default_factory=dict)
@@ -164,9 +170,9 @@ def _line_problems(kind: str, parse: Callable[[str], object], lines: Iterable[tu
 
 def _switch_problems(name: str, value: Value) -> Iterator[str]:
     side, _, base = name.rpartition(".")
-    if base not in ARCH_SWITCHES or (side and (side not in SIDES or not ARCH_SWITCHES[base].per_side)):
-        sides = ", ".join(name for name, switch in ARCH_SWITCHES.items() if switch.per_side)
-        yield f"switch {name[:80]} is unknown, expected one of {', '.join(ARCH_SWITCHES)}; below enc and dec: {sides}"
+    if base not in ARCH_SWITCHES or (side and (side not in SIDES or base not in _OF_SIDES)):
+        names, sides = ", ".join(ARCH_SWITCHES), ", ".join(_OF_SIDES)
+        yield f"switch {name[:80]} is unknown, expected one of {names}; below enc and dec: {sides}"
         return
     values = ARCH_SWITCHES[base].values
     if base not in SWITCHES:

@@ -12,7 +12,7 @@ from typing import Any
 from tfexport.contract import TokenIds
 from tfexport.errors import ConfigError
 from tfexport.importing.layout._grammar import evaluate
-from tfexport.importing.layout.layout import SIDES, Layout, override, parse_derived
+from tfexport.importing.layout.layout import REPLACEABLE, SIDES, Layout, override, parse_derived
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.switches import SWITCHES, Value
 from tfexport.nn.transformer import Transformer, on_meta
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 _BIASES = {
     "attention_bias": re.compile(r".*\.(self|cross)\.[qkvo]\.bias"),
     "feed_forward_bias": re.compile(r".*\.ffn\.\w+\.bias"),
-    "norm_bias": re.compile(r".*norm\d?\.bias"),
+    "norm_bias": re.compile(r"(?!enc\.front\.).*norm\d?\.bias"),
     "output_bias": re.compile(r"out\.bias"),
 }
 _LAYER = re.compile(r"(enc|dec)\.layers\.(\d+)\.")
@@ -62,11 +62,14 @@ def read_config(
             sizes[side] |= {"num_heads": heads, "d_k": query[0] // heads}
     has_decoder = any(name.startswith("dec.") for name in shapes)
     before = len(problems)
+    width = int(sizes["dec" if has_decoder else "enc"]["d_model"])
     values: dict[str, Any] = {
-        "d_model": int(sizes["enc"]["d_model"]),
-        "source_vocab": shapes["enc.embed.weight"][0],
+        "d_model": width,
+        "source_vocab": shapes.get("enc.embed.weight", (0,))[0],
+        "features": layout.features,
+        "image": layout.image,
         "max_source_length": _length(layout, "enc", shapes, problems),
-        "encoder": _stack(layout, "enc", shapes, sizes["enc"], problems),
+        "encoder": _stack(layout, "enc", shapes, sizes["enc"], problems, width),
         "decoder": None,
         "dropout": 0.0,
         "labels": tuple(f"LABEL_{number}" for number in range(shapes.get("head.weight", (0,))[0])),
@@ -76,7 +79,7 @@ def read_config(
     if has_decoder:
         values["target_vocab"] = shapes.get("dec.embed.weight", (None,))[0]
         values["max_target_length"] = _length(layout, "dec", shapes, problems)
-        values["decoder"] = _stack(layout, "dec", shapes, sizes["dec"], problems)
+        values["decoder"] = _stack(layout, "dec", shapes, sizes["dec"], problems, width)
         if values["target_vocab"] is None:
             problems.append("dec.embed.weight is missing; map a key to it, or derive it")
     values |= _switches(layout, sizes["dec" if has_decoder else "enc"], problems)
@@ -99,15 +102,18 @@ def _switches(layout: Layout, sizes: Mapping[str, float], problems: list[str]) -
         value = layout.switch(name)
         if value is None:
             problems.append(f"switch {name} is missing, and shapes do not show it; give --set {name}=…")
-        elif switch.values in (int, float):
-            found[name] = switch.values(_number(name, value, sizes, problems))
         else:
-            found[name] = value
+            found[name] = _value(name, value, sizes, problems)
     # None lets each side use its own d_k; a number would be the same for both.
     for name, usual in (("attention_scale", sizes["d_k"] ** -0.5), ("rotary_dim", sizes["d_k"])):
         if isinstance(layout.switch(name), str) and found[name] == usual:
             found[name] = None
     return found
+
+
+def _value(name: str, value: Value, sizes: Mapping[str, float], problems: list[str]) -> Value:
+    kind = SWITCHES[name].values
+    return kind(_number(name, value, sizes, problems)) if kind in (int, float) else value
 
 
 def _number(name: str, value: Value, sizes: Mapping[str, float], problems: list[str]) -> float:
@@ -119,7 +125,7 @@ def _number(name: str, value: Value, sizes: Mapping[str, float], problems: list[
 
 
 def _stack(
-    layout: Layout, side: str, shapes: Mapping[str, Shape], sizes: Mapping[str, float], problems: list[str]
+    layout: Layout, side: str, shapes: Mapping[str, Shape], sizes: Mapping[str, float], problems: list[str], width: int
 ) -> StackConfig | None:
     layers = {int(found[2]) for name in shapes if (found := _LAYER.match(name)) and found[1] == side}
     first = f"{side}.layers.0"
@@ -139,6 +145,7 @@ def _stack(
         return None
     d_v = value // kv_heads
     is_plain = d_k == d_v == d_model / heads
+    own = {name: layout.arch[f"{side}.{name}"] for name in REPLACEABLE if f"{side}.{name}" in layout.arch}
     return StackConfig(
         layers=max(layers) + 1,
         num_heads=heads,
@@ -150,11 +157,13 @@ def _stack(
         d_k=None if is_plain else d_k,
         d_v=None if is_plain else d_v,
         num_kv_heads=None if kv_heads == heads else kv_heads,
+        d_model=None if d_model == width else d_model,
+        **{name: _value(name, value, sizes, problems) for name, value in own.items()},  # type: ignore[arg-type]
     )
 
 
 def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
-    limit = layout.switch("max_length")
+    limit = layout.switch("max_length", side)
     if f"{side}.pos" in shapes:
         is_computed = any(parse_derived(text).kind == "sinusoid" for text in layout.derive.values())
         if limit is not None and layout.switch("positions") == "table" and not is_computed:

@@ -71,29 +71,41 @@ def compare_lengths(
 
     `error` and `wanted` are the error and the tolerance of the short rows. Raises ParityError if a long row differs.
     """
-    source, target = reference.source_mask.shape[1], 0
+    source, target = source_positions(canonical.config, reference.source_mask.shape[1]), 0
+    short = source
     if reference.target_mask is not None:
         target = reference.target_mask.shape[1]
     # Angles and tables that are computed in float32 are wrong in proportion to the position.
     rounding = max(BASELINES * error, wanted if wanted > TOLERANCE else 0.0)
     for row in fitting_rows(canonical.config, reference):
-        found = comparator.compare_row(canonical.config, row)
-        most = max(wanted, rounding * max(row.lengths) / reference.source_ids.shape[1])
+        found, lengths = comparator.compare_row(canonical.config, row), row_lengths(canonical.config, row)
+        most = max(wanted, rounding * max(lengths) / short)
         if not found <= most:
             raise ParityError(
                 f"reference outputs: the model agrees up to {source} source and {target} target tokens, but not for "
-                f"{row.lengths[0]} and {row.lengths[1]}: error {found:.1e}, expected at most {most:.0e}; a sliding "
+                f"{lengths[0]} and {lengths[1]}: error {found:.1e}, expected at most {most:.0e}; a sliding "
                 "window, clamped or rescaled positions? export it as your own module, see "
                 "docs/guides/your-own-module.md, or record again with lower max_source_len and max_target_len"
             )
-        source, target = max(source, row.lengths[0]), max(target, row.lengths[1])
+        source, target = max(source, lengths[0]), max(target, lengths[1])
     return source, target
 
 
 def fitting_rows(config: TransformerConfig, reference: ReferenceOutputs) -> list[LongRow]:
     """Return the long rows within the length limits of a model."""
     limits = (config.max_source_length, config.max_target_length or 0)
-    return [row for row in reference.long if all(n <= most for n, most in zip(row.lengths, limits, strict=True))]
+    rows = [(row, zip(row_lengths(config, row), limits, strict=True)) for row in reference.long]
+    return [row for row, lengths in rows if all(n <= most for n, most in lengths)]
+
+
+def row_lengths(config: TransformerConfig, row: LongRow) -> tuple[int, int]:
+    """Return the numbers of encoder positions and target tokens of a row."""
+    return source_positions(config, row.lengths[0]), row.lengths[1]
+
+
+def source_positions(config: TransformerConfig, length: int) -> int:
+    """Return the encoder positions of a number of tokens or frames."""
+    return int(config.features.source.positions(length)) if config.features else length
 
 
 def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
@@ -171,7 +183,7 @@ class Comparator:
     def compare_row(self, config: TransformerConfig, row: LongRow) -> float:
         """Return the error of a long row under the switches of `config`."""
         _set_switches(self.model, config)
-        mask = torch.ones_like(row.source_ids, dtype=torch.bool)
+        mask = torch.ones(row.source_ids.shape[:2], dtype=torch.bool)
         if row.target_ids is None:
             found, expected = self._encoded(row.source_ids, mask)[0, row.positions], row.outputs
         else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tfexport.errors import CheckpointError, raise_all
+from tfexport.sources import FeatureSource
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)  # and the limits of the model
 LONG = "long."  # prefix of the tensors in a reference file
@@ -27,19 +28,19 @@ Run = Callable[..., object]
 class LongRow:
     """One row without padding, and the outputs at some of its positions."""
 
-    source_ids: Tensor  # int64 [1, source_len]
+    source_ids: Tensor  # int64 [1, source_len], or features, float32 [1, frames, dim]
     target_ids: Tensor | None = None  # int64 [1, target_len]; None for an encoder-only model
     positions: Tensor  # int64 [n], of target tokens, or of source tokens for an encoder-only model
     outputs: Tensor  # logits or log-probabilities, float64 [n, vocab], or states [n, d_model]
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Number of source and target tokens."""
+        """Number of source tokens or frames, and of target tokens."""
         return self.source_ids.shape[1], 0 if self.target_ids is None else self.target_ids.shape[1]
 
     def problems(self, *, has_targets: bool, width: int) -> Iterator[str]:
         """Describe what is wrong with the row."""
-        for ids in (self.source_ids, self.target_ids):
+        for ids in (None if self.source_ids.dim() == 3 else self.source_ids, self.target_ids):
             is_row = ids is None or (ids.dtype == torch.int64 and ids.dim() == 2 and len(ids) == 1 and ids.numel() > 0)
             if not is_row or (ids is not None and int(ids.min()) < 0):
                 yield f"ids are {_described(ids)}, expected int64 [1, length] of 0 or more"
@@ -70,6 +71,19 @@ class IdRange(NamedTuple):
         """Draw ids without padding, int64 of `shape`."""
         ids = torch.randint(0, self.vocab - 1, shape, generator=generator)
         return ids + (ids >= self.pad)
+
+
+class FrameRange(NamedTuple):
+    """Features of the source, and the numbers of encoder positions to try."""
+
+    source: FeatureSource
+    short: int
+    longest: int
+
+    def draw(self, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+        """Draw features of [rows, positions], float32 [rows, frames, dim]."""
+        frames = self.source.frames or self.source.most_frames(shape[1])
+        return torch.randn((shape[0], frames, self.source.dim), generator=generator)
 
 
 def record_rows(

@@ -43,7 +43,7 @@ class Original:
     @torch.no_grad()
     def run_row(self, model: nn.Module, source_ids: Tensor, *target_ids: Tensor) -> Tensor:
         """Return the outputs for one row without padding."""
-        return self.forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), *target_ids)
+        return self.forward(model, source_ids, torch.ones(source_ids.shape[:2], dtype=torch.bool), *target_ids)
 
     def check(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
         """Raise if outputs differ between runs or depend on later tokens."""

@@ -46,11 +46,11 @@ _PLAIN: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "
 class ReferenceOutputs:
     """Inputs and float64 outputs of a model; encoder-only models have no targets.
 
-    Inputs are padded on the right. In masks, True is a token.
+    Inputs are padded on the right. In masks, True is a token or frame.
     """
 
-    source_ids: Tensor  # int64 [batch, source_len]
-    source_mask: Tensor  # bool [batch, source_len]
+    source_ids: Tensor  # int64 [batch, source_len], or features, float32 [batch, frames, dim]
+    source_mask: Tensor  # bool [batch, source_len or frames]
     target_ids: Tensor | None = None  # int64 [batch, target_len]
     target_mask: Tensor | None = None  # bool [batch, target_len]
     # Log-probabilities or logits, float64 [batch, target_len, vocab]; of a head [batch(, source_len), labels].
@@ -121,6 +121,8 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
     )
     # The file format does not keep the order of the state dict.
     order = metadata.get("state_order", "").split("\n")
+    if tensors["source_ids"].dim() == 3:
+        raise CheckpointError(f"{path}: source_ids are features, expected token ids; record it again")
     try:
         fields: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
         return ReferenceOutputs(
@@ -386,12 +388,13 @@ def _problems(reference: ReferenceOutputs) -> list[str]:
 def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int | None) -> list[str]:
     if ids is None or keep is None:
         return [] if ids is keep else [f"one of {side}_ids and {side}_mask is missing"]
-    if ids.dtype != torch.int64 or keep.dtype != torch.bool or ids.dim() != 2 or ids.shape != keep.shape:
+    kinds = [(torch.int64, 2)] if side == "target" else [(torch.int64, 2), (torch.float32, 3)]
+    if (ids.dtype, ids.dim()) not in kinds or keep.dtype != torch.bool or ids.shape[:2] != keep.shape:
         got = f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}"
         return [f"{got}, expected int64 and bool of one shape [batch, {side}_len]"]
     if not ids.numel():
         return [f"{side}_ids is empty"]
-    problems = [f"{side}_ids has negative ids"] if int(ids.min()) < 0 else []
+    problems = [f"{side}_ids has negative ids"] if ids.dim() == 2 and int(ids.min()) < 0 else []
     if pad is not None and pad < 0:
         problems.append(f"pad_{side} is {pad}, expected 0 or more")
     if not bool(keep[:, 0].all()) or bool((keep[:, 1:] & ~keep[:, :-1]).any()):
