@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from torch.nn import functional as F
 from tests import tiny
 from tfexport.contract import AlignmentHeads
 from tfexport.errors import ConfigError
+from tfexport.export import export_bundle
+from tfexport.export.config import ExportConfig
 from tfexport.nn.cache import Cross, Source
 from tfexport.nn.config import ConvolutionConfig, FeaturesConfig, ImageConfig, TransformerConfig, model_spec
+from tfexport.nn.directory import save_model
 from tfexport.nn.eager import align
 from tfexport.nn.source import encoder_inputs, position_mask
 from tfexport.nn.transformer import Transformer
@@ -178,6 +182,14 @@ def test_one_program_encodes_batches_of_every_length(name: str, dtype: torch.dty
         for found, expected in zip(traced(inputs), encode(inputs), strict=True):
             assert found.dtype == expected.dtype == dtype
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gated", "image"])
+def test_bfloat16_needs_no_operator_that_onnx_lacks(name: str, tmp_path: Path) -> None:
+    save_model(tiny.model(FRONTS[name][0], dtype=torch.float32), tmp_path / "model")
+    config = ExportConfig(precision="bf16", variants=("concat",))
+    bundle = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", config, verify=False)
+    assert model_spec(FRONTS[name][0], "bf16") == bundle.manifest.spec
 
 
 @torch.no_grad()

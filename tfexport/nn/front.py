@@ -57,7 +57,7 @@ class _ConvolutionLayer(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Map `x` [batch, channels, frames, …], of which `lengths` [batch] are frames."""
-        x, lengths = self.activation(self.conv(_masked(x, lengths))), self.positions(lengths)
+        x, lengths = self.activation(_convolved(self.conv, _masked(x, lengths))), self.positions(lengths)
         return x if self.norm is None else self.norm(x, lengths), lengths
 
 
@@ -79,6 +79,14 @@ class _GroupNorm(nn.Module):
         return scaled * self.weight.view(shape) + self.bias.view(shape)
 
 
+def _convolved(conv: nn.Module, x: Tensor) -> Tensor:
+    if x.dtype != torch.bfloat16:
+        return conv(x)  # type: ignore[no-any-return]
+    # ONNX has no convolution of bfloat16 before opset 22.
+    wide = {name: parameter.float() for name, parameter in conv.named_parameters()}
+    return torch.func.functional_call(conv, wide, x.float()).to(x.dtype)  # type: ignore[no-any-return]
+
+
 def _masked(x: Tensor, lengths: Tensor) -> Tensor:
     keep = length_mask(lengths, x.shape[2])
     return x.masked_fill(~keep.reshape(keep.shape[0], 1, -1, *[1] * (x.dim() - 3)), 0)
@@ -98,5 +106,5 @@ class PatchEmbedding(nn.Module):
 
         `pixels` are float32 [batch, channels, height, width].
         """
-        x = self.conv(pixels.to(self.conv.weight.dtype)).flatten(2).transpose(1, 2)
+        x = _convolved(self.conv, pixels.to(self.conv.weight.dtype)).flatten(2).transpose(1, 2)
         return x if self.tokens is None else torch.cat((self.tokens.expand(x.shape[0], -1, -1), x), 1), mask

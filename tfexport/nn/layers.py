@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.nn.config import ConvolutionActivation, Side, TransformerConfig
+from tfexport.nn.switches import Activation
 
 ACTIVATIONS: dict[ConvolutionActivation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -60,7 +61,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig, side: Side) -> None:
         super().__init__()
         d_model, d_ff, bias = config.width(side), config.stack(side).d_ff, config.feed_forward_bias
-        self.kind: ConvolutionActivation = config.value(side, "activation")
+        self.kind: Activation = config.value(side, "activation")
         self.dropout = nn.Dropout(config.dropout)
         self.fc1 = nn.Linear(d_model, d_ff, bias=bias)
         self.fc2 = nn.Linear(d_ff, d_model, bias=bias)
