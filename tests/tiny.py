@@ -54,7 +54,7 @@ def batch(*, vocab: int = VOCAB, source_len: int = 9, target_len: int = 7, seed:
 
 def sources(ids: NDArray[Any], mask: NDArray[Any]) -> Sources:
     """Return token ids and their mask, [batch, source_len], as a session takes them."""
-    return Sources(TokenSource(VOCAB, 0), {"source_ids": ids, "source_mask": mask}, mask)
+    return Sources(TokenSource(VOCAB, 0), {"source_ids": ids, "source_mask": mask})
 
 
 def config(

@@ -6,19 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.stranger import modern
+from tests.stranger import modern, senses
 from tfexport.contract import ModelSpec
 from tfexport.errors import GraphError, ParityError, TfexportError
 from tfexport.export import export_module
 from tfexport.export.config import ExportConfig
 from tfexport.importing.own_module import OwnModule
 from tfexport.nn.cache import ConcatCache, KeyValue, Source
+from tfexport.sources import Convolution
 
 HEADS, WIDTH = modern.KV_HEADS, modern.WIDTH
 
@@ -162,3 +164,35 @@ def test_state_that_is_kept_between_calls(tmp_path: Path) -> None:
     model.encode = lambda *inputs: kept.append(encode(*inputs)) or kept[-1]
     model.decode_step = lambda ids, cross, cache: step(ids, type(cross)(kept[-1], cross.mask), cache)
     assert names(refused(tmp_path, model), "decode_step")
+
+
+@pytest.mark.parametrize("method", ["reference", "encode"])
+def test_convolutions_over_padded_frames_name_the_method(method: str, tmp_path: Path) -> None:
+    model: Any = senses.make().module
+    front = model.front
+
+    def unmasked(inner: Any) -> Callable[..., Any]:
+        """Read every frame, and return the right mask of positions."""
+
+        def call(*inputs: Any) -> Any:
+            with patch.object(model, "front", lambda x, mask: (front(x, torch.ones_like(mask))[0], front(x, mask)[1])):
+                return inner(*inputs)
+
+        return call
+
+    wrong = {"reference": "forward", "encode": "encode"}[method]
+    setattr(model, wrong, unmasked(getattr(model, wrong)))
+    error = refused(tmp_path, model, senses.make().spec)
+    assert isinstance(error, ParityError)
+    assert error.subject == method
+
+
+@pytest.mark.parametrize("convolutions", [(), senses.SHORTER[:1], (Convolution(kernel=3, stride=4),)])
+def test_other_convolutions_in_the_specification_name_the_method(
+    convolutions: tuple[Convolution, ...], tmp_path: Path
+) -> None:
+    own = senses.make()
+    features = replace(senses.KINDS["features"], convolutions=convolutions)
+    error = refused(tmp_path, own.module, replace(own.spec, features=features))
+    assert isinstance(error, GraphError)
+    assert names(error, "encode")

@@ -6,18 +6,22 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tests import tiny
+from tests.stranger import senses
+from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import WEIGHTS, AlignmentHeads, ModelSpec, Variant
 from tfexport.export import export_bundle
 from tfexport.export._weights import write_weights
 from tfexport.export.config import ExportConfig
 from tfexport.export.decoders.contrib import joint_weights
 from tfexport.export.write import write_graphs
+from tfexport.importing.own_module import OwnModule
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
@@ -77,6 +81,13 @@ def digest(model: Transformer) -> str:
     found = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
     found.update(json.dumps(model.config.to_dict()).encode())
     return found.hexdigest()[:16]
+
+
+def own_graphs(own: OwnModule, name: str, once: Once) -> Graphs:
+    """Return the graphs of a module of `tests/stranger/senses.py`, exported once, with its own spec."""
+    config = ExportConfig(alignment=senses.ALIGNMENT if own.spec.has_decoder else None)
+    path = once(f"senses-{name}", lambda path: export_bundle(own, path, config, verify=False))
+    return replace(Graphs.of(open_bundle(path)), spec=own.spec)
 
 
 def ort_session(model: Transformer, variant: Variant, once: Once, *, host_caches: bool = True) -> OrtSession:

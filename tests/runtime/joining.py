@@ -12,6 +12,7 @@ from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
+from tfexport.runtime.sources import random_source
 
 # Every row of a batch may have another one.
 KINDS = (
@@ -33,7 +34,7 @@ def random_requests(session: Session, count: int, seed: int) -> list[Request]:
         prefix = rng.integers(3, spec.vocab, rng.integers(0, 4)).tolist()
         room = spec.max_target_length - len(prefix)
         config = dataclasses.replace(KINDS[rng.integers(len(KINDS))], max_new_tokens=int(rng.integers(2, room + 1)))
-        source = rng.integers(3, spec.source_vocab, rng.integers(1, spec.max_source_length + 1)).tolist()
+        source = random_source(spec.source, rng, int(rng.integers(1, spec.max_source_length + 1)))
         (request,) = check_requests(session, [source], config, [prefix])
         requests.append(dataclasses.replace(request, text=text))
     return requests

@@ -18,6 +18,8 @@ from click.testing import CliRunner, Result
 from onnx import helper, numpy_helper
 
 from tests import tiny
+from tests.runtime.exported import Once, own_graphs
+from tests.stranger import senses
 from tests.tiny import VARIANTS
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
@@ -355,3 +357,22 @@ def test_a_longer_original_is_the_same_model(short: Path, tmp_path: Path) -> Non
     config = ExportConfig(variants=("concat",), max_source_length=10, max_target_length=8)
     export_bundle(str(short), tmp_path / "b", config, verify=False)
     assert verify(tmp_path / "b", "--against", short, "--samples", 4).exit_code == 0
+
+
+def ignore_mask(graph: onnx.ModelProto) -> None:
+    for node in graph.graph.node:
+        node.input[:] = ["every" if name == "feature_mask" else name for name in node.input]
+    graph.graph.node.insert(0, helper.make_node("Not", ["feature_mask"], ["others"]))
+    graph.graph.node.insert(1, helper.make_node("Or", ["feature_mask", "others"], ["every"]))
+
+
+@pytest.mark.parametrize("name", ["encoder", "encoder_contrib"])
+def test_an_encoder_that_ignores_the_mask_of_frames_fails(name: str, once: Once, tmp_path: Path) -> None:
+    own = senses.make()
+    bundle = own_graphs(own, "features", once).bundle
+    assert bundle is not None
+    graphs = Graphs.of(open_bundle(altered(bundle.path, tmp_path / "b", **{name: ignore_mask})))
+    report = verify_stages(Stages(own.model, graphs), FEW)
+    wrong = {"encoder": {"ort concat", "ort static"}, "encoder_contrib": {"ort contrib"}}[name]
+    assert {number.stage for number in report.numbers if not number.passed} == wrong
+    assert {check.stage for check in report.decodes if not check.passed} == wrong

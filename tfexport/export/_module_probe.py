@@ -21,11 +21,13 @@ from tfexport.nn.source import encoder_inputs, position_mask
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import FLOAT
 from tfexport.runtime.sources import Sources, pad_sources, random_source
+from tfexport.sources import TokenSource
 
 # Different sizes, so that swapped dimensions are found.
 _BATCH, _SOURCE_LEN, _PAST_LEN, _TARGET_LEN = 2, 5, 4, 3
 _SUBJECT = "the module does not fit its spec"
 _ENCODE, _STEP = "encode({}, source)", "decode_step(target_ids, cross, cache)"
+_FRAMES = "masks are True for frames, and others must be 0 before each convolution"
 _STATES, _REFERENCE = "hidden_states({}, mask)", "reference(module, {}, mask, target_ids)"
 T = TypeVar("T")
 
@@ -111,7 +113,8 @@ def check_module(model: EagerModel, spec: ModelSpec) -> None:
         if method == "decode_step":
             problem = "token by token differs from all at once; use cache.positions, and cache.attend or cache.update"
             _same(method, problem, function(*one, 1), expected)
-        _same(method, "the result changes with padding or other rows; masks are True for tokens", together, alone)
+        remedy = "masks are True for tokens" if isinstance(kind, TokenSource) else _FRAMES
+        _same(method, f"the result changes with padding or other rows; {remedy}", together, alone)
 
 
 def _functions(model: EagerModel, spec: ModelSpec) -> dict[str, Callable[..., Tensor]]:

@@ -37,10 +37,19 @@ class Sources:
 
     kind: SourceKind
     inputs: Mapping[str, Array]  # of the encoder, by name in the order of the graph, [batch, …]
-    mask: NDArray[np.bool_]  # positions that a decoder attends to, [batch, source_len]
 
     def __len__(self) -> int:
-        return len(self.mask)
+        return len(next(iter(self.inputs.values())))
+
+    @functools.cached_property
+    def mask(self) -> NDArray[np.bool_]:
+        """Positions that a decoder attends to, [batch, source_len]."""
+        if isinstance(self.kind, TokenSource):
+            return self.inputs[SOURCE_MASK]
+        if isinstance(self.kind, ImageSource):
+            return np.ones((len(self), self.kind.positions), np.bool_)
+        frames = self.inputs[FEATURE_MASK]
+        return _mask(self.kind.positions(frames.sum(1)), self.kind.positions(frames.shape[1]))
 
     @property
     def source_len(self) -> int:
@@ -49,20 +58,22 @@ class Sources:
 
     def take(self, rows: NDArray[np.int64]) -> Sources:
         """Return some of the sources, without padding that none of them needs."""
-        chosen = self.mask[rows]
-        taken = Sources(self.kind, {name: array[rows] for name, array in self.inputs.items()}, chosen)
-        return taken.resized(int(chosen.sum(1).max()))
+        taken = Sources(self.kind, {name: array[rows] for name, array in self.inputs.items()})
+        return taken.resized(int(taken.mask.sum(1).max()))
 
     def resized(self, source_len: int) -> Sources:
-        """Pad or cut the batch to `source_len`, at least that of its longest source."""
-        if source_len == self.source_len:
+        """Pad or cut the batch to `source_len`, at least that of its longest source.
+
+        Frames are padded to the largest number that gives `source_len`, so that few sizes occur.
+        """
+        if source_len == self.source_len and not isinstance(self.kind, FeatureSource):
             return self
         sizes, shapes = self.kind.sizes(source_len), self.kind.inputs
         inputs = {
             name: _resized(array, sizes[axis]) if (axis := str(shapes[name][1][1])) in sizes else array
             for name, array in self.inputs.items()
         }
-        return Sources(self.kind, inputs, _resized(self.mask, source_len))
+        return Sources(self.kind, inputs)
 
 
 def _resized(array: Array, length: int) -> Array:
@@ -102,7 +113,7 @@ def _(kind: FeatureSource, value: object) -> tuple[Array, int, list[str]]:
     found, problems = _floats(FEATURES, value, (FRAMES, kind.dim))
     if not problems and kind.frames not in (None, len(found)):
         problems = [f"features has {len(found):,} frames, expected {kind.frames:,}; use the model's processor"]
-    if not problems and len(found) <= (fewest := kind.most_frames(0)):
+    if not problems and len(found) <= (fewest := max(kind.most_frames(0), 0)):
         problems = [f"features has {len(found)} frames, expected {fewest + 1} or more"]
     return found, 0 if problems else int(kind.positions(len(found))), problems
 
@@ -136,22 +147,21 @@ def pad_sources(kind: SourceKind, sources: Sequence[Source]) -> Sources:
 @pad_sources.register
 def _(kind: TokenSource, sources: Sequence[Sequence[int]]) -> Sources:
     ids, mask = pad_right(sources, kind.pad_id)
-    return Sources(kind, {SOURCE_IDS: ids, SOURCE_MASK: mask}, mask)
+    return Sources(kind, {SOURCE_IDS: ids, SOURCE_MASK: mask})
 
 
 @pad_sources.register
 def _(kind: FeatureSource, sources: Sequence[Array]) -> Sources:
-    lengths = np.array([len(source) for source in sources])
-    mask = _mask(lengths)
+    mask = _mask(np.array([len(source) for source in sources]))
     features = np.zeros((*mask.shape, kind.dim), np.float32)
     for row, source in zip(features, sources, strict=True):
         row[: len(source)] = source
-    return Sources(kind, {FEATURES: features, FEATURE_MASK: mask}, _mask(kind.positions(lengths)))
+    return Sources(kind, {FEATURES: features, FEATURE_MASK: mask})
 
 
 @pad_sources.register
 def _(kind: ImageSource, sources: Sequence[Array]) -> Sources:
-    return Sources(kind, {PIXELS: np.stack(sources)}, np.ones((len(sources), kind.positions), np.bool_))
+    return Sources(kind, {PIXELS: np.stack(sources)})
 
 
 def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -162,8 +172,8 @@ def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[NDArray[np
     return ids, mask
 
 
-def _mask(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    mask: NDArray[np.bool_] = np.arange(lengths.max()) < lengths[:, None]
+def _mask(lengths: NDArray[np.int64], longest: int | None = None) -> NDArray[np.bool_]:
+    mask: NDArray[np.bool_] = np.arange(lengths.max() if longest is None else longest) < lengths[:, None]
     return mask
 
 

@@ -20,6 +20,7 @@ import onnxruntime as ort
 from tests.tensorrt.cuda_double import ALIGNMENT, CudaDouble, MisuseError, read_host
 from tfexport.contract import DECODER, ENCODER, NUM_CANDIDATES, REORDER, GraphSpec, ModelSpec, TensorSpec, Variant
 from tfexport.export.reorder import reorder_graph
+from tfexport.sources import FRAMES, FeatureSource, SourceKind
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.config import (
@@ -193,6 +194,8 @@ class FakeContext:
                 self._refuse(f"{NUM_CANDIDATES} is {count}, outside {limits}")
                 return None
             found["num_candidates"] = count
+        if FRAMES in found and isinstance(engine.source, FeatureSource):
+            found["source_len"] = engine.source.positions(found[FRAMES])
         if "past_len" in found:
             found["past_len + target_len"] = found["past_len"] + found["target_len"]
         if {"rows", "batch"} <= found.keys() and found["rows"] % found["batch"]:
@@ -228,6 +231,7 @@ class FakeEngine:
     is_capturable = True
     activation_bytes = (4096, 1 << 20)  # of a step and of a prefill
     device_memory_size_v2 = max(activation_bytes)
+    source: SourceKind | None = None  # the library computes shapes of outputs from the graph
 
     def __init__(
         self,
@@ -389,6 +393,7 @@ def make_engines(
         source = reorder_graph(spec.precision) if name == REORDER else graph
         aliases = cache_aliases(name, spec, variant)
         engines[name] = kind(name, source, fixed, profiles.engines[name], cuda, log, aliases)
+        engines[name].source = spec.source
     return engines, profiles.limits
 
 

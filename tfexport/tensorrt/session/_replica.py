@@ -42,7 +42,8 @@ class Encoder:
 
     def sizes(self, size: int, source_len: int) -> dict[str, int]:
         dims = {"batch": size, "source_len": source_len, **self._device.engines.spec.source.sizes(source_len)}
-        return {tensor.name: bytes_of(tensor, dims) for tensor in (*self._graph.inputs, *self._graph.outputs)}
+        tensors = (*self._graph.inputs, *self._graph.outputs)
+        return {SOURCE_MASK: size * source_len, **{tensor.name: bytes_of(tensor, dims) for tensor in tensors}}
 
     def run(self, sources: Sources, source_mask: Mask) -> None:
         """Queue the encoder for the first slots; `source_mask` is that of all slots."""
@@ -201,6 +202,7 @@ class Replica:
 
     def encode(self, sources: Sources, output: str) -> Floats:
         """Run an encoder-only bundle and return one of its outputs."""
+        sources = sources.resized(sources.source_len)
         self._device.memory.reserve(self.encoder.sizes(*sources.mask.shape))
         self.encoder.run(sources, sources.mask)
         return self.encoder.output(output, *sources.mask.shape)

@@ -8,12 +8,12 @@ from typing import Any
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import ModelSpec, Variant
-from tfexport.errors import BackendError
+from tfexport.errors import BackendError, InputError, raise_all
 from tfexport.precision import Accuracy, WeightType
 from tfexport.runtime.checked import CheckedSession
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Limit, Limits, Session
-from tfexport.runtime.sources import Sources
+from tfexport.runtime.sources import Sources, batch_problems
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.config import EngineLimits, cache_aliases, plan_contract, plan_names
@@ -97,6 +97,7 @@ class TrtSession(CheckedSession):
         self._pool: ReplicaPool | None = ReplicaPool(self._engines)
 
     def _checked(self, sources: Sources, output: str) -> Floats:
+        raise_all(InputError, "", batch_problems(self.spec.source, sources))
         # The remedy is to rebuild the engines, not the bundle.
         check_limit("sources", len(sources), self.limits.rows)
         check_limit(f"source {self.spec.source.unit}", sources.source_len, self.limits.source_length)
