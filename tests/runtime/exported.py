@@ -21,7 +21,6 @@ from tfexport.export._weights import write_weights
 from tfexport.export.config import ExportConfig
 from tfexport.export.decoders.contrib import joint_weights
 from tfexport.export.write import write_graphs
-from tfexport.importing.own_module import OwnModule
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
@@ -83,11 +82,12 @@ def digest(model: Transformer) -> str:
     return found.hexdigest()[:16]
 
 
-def own_graphs(own: OwnModule, name: str, once: Once) -> Graphs:
-    """Return the graphs of a module of `tests/stranger/senses.py`, exported once, with its own spec."""
-    config = ExportConfig(alignment=senses.ALIGNMENT if own.spec.has_decoder else None)
+def sense_graphs(kind: str, once: Once) -> Graphs:
+    """Export a module of `tests/stranger/senses.py` once; a fixed number of frames changes only its spec."""
+    name = "features" if kind == "fixed" else kind
+    own, config = senses.OWN[name](), ExportConfig(alignment=None if kind == "states" else senses.ALIGNMENT)
     path = once(f"senses-{name}", lambda path: export_bundle(own, path, config, verify=False))
-    return replace(Graphs.of(open_bundle(path)), spec=own.spec)
+    return replace(Graphs.of(open_bundle(path)), spec=senses.OWN[kind]().spec)
 
 
 def ort_session(model: Transformer, variant: Variant, once: Once, *, host_caches: bool = True) -> OrtSession:

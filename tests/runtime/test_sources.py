@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runtime.exported import own_graphs
+from tests.runtime.exported import sense_graphs
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.stranger import senses
 from tests.tensorrt.session.trt_double import trt_session
@@ -54,7 +54,7 @@ def opened(request: pytest.FixtureRequest, kind: str, once: Once) -> Opened:
     if request.param == "eager":
         session: Session = EagerSession(own.module, own.spec, alignment=senses.ALIGNMENT)
     else:
-        session = BACKENDS[request.param](own_graphs(own, "image" if kind == "image" else "features", once))
+        session = BACKENDS[request.param](sense_graphs(kind, once))
     return Opened(session, senses.make(kind).module.double().eval())
 
 
@@ -200,7 +200,7 @@ def test_bad_arrays_leave_a_batch_unchanged(opened: Opened) -> None:
 @pytest.mark.parametrize("backend", ["eager", "ort", "trt"])
 def test_an_encoder_only_model_reads_features(backend: str, once: Once) -> None:
     own = senses.states()
-    graphs = own_graphs(own, "states", once)
+    graphs = sense_graphs("states", once)
     make: dict[str, Callable[[], Session]] = {
         "eager": lambda: EagerSession(own.module, own.spec),
         "ort": lambda: OrtSession(graphs, None, threads=1),

@@ -84,7 +84,7 @@ class Senses(nn.Module):
 
     def encode(self, x: Tensor, source: Source) -> list[KeyValue]:
         x, mask = self.front(x, source.mask)
-        memory = x + self.hear.cached(x, type(source)(mask), 0)
+        memory = x + self.hear.cached(x, source.with_mask(mask), 0)
         parts = (look.parts(memory, memory)[1:] for look in self.look)
         return [KeyValue(*(part.transpose(1, 2) for part in pair)) for pair in parts]
 
@@ -127,4 +127,4 @@ def states() -> OwnModule:
     return OwnModule(own.module, replace(own.spec, **sizes))
 
 
-fixed, image = partial(make, "fixed"), partial(make, "image")
+OWN = {**{kind: partial(make, kind) for kind in KINDS}, "states": states}

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from onnx import helper, numpy_helper
 
 from tests import tiny
-from tests.runtime.exported import Once, own_graphs
+from tests.runtime.exported import Once, sense_graphs
 from tests.stranger import senses
 from tests.tiny import VARIANTS
 from tfexport.bundle.bundle import create_bundle, open_bundle
@@ -368,11 +368,10 @@ def ignore_mask(graph: onnx.ModelProto) -> None:
 
 @pytest.mark.parametrize("name", ["encoder", "encoder_contrib"])
 def test_an_encoder_that_ignores_the_mask_of_frames_fails(name: str, once: Once, tmp_path: Path) -> None:
-    own = senses.make()
-    bundle = own_graphs(own, "features", once).bundle
+    bundle = sense_graphs("features", once).bundle
     assert bundle is not None
     graphs = Graphs.of(open_bundle(altered(bundle.path, tmp_path / "b", **{name: ignore_mask})))
-    report = verify_stages(Stages(own.model, graphs), FEW)
+    report = verify_stages(Stages(senses.make().model, graphs), FEW)
     wrong = {"encoder": {"ort concat", "ort static"}, "encoder_contrib": {"ort contrib"}}[name]
     assert {number.stage for number in report.numbers if not number.passed} == wrong
     assert {check.stage for check in report.decodes if not check.passed} == wrong

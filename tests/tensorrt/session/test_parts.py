@@ -106,7 +106,7 @@ def test_the_double_of_cuda_has_the_methods_of_the_real_one() -> None:
 
 def test_the_doubles_of_engines_have_only_members_of_the_library() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
-    own = {"needs", "array", "itemsize", "load", "run", "is_capturable", "activation_bytes"}
+    own = {"needs", "array", "itemsize", "load", "run", "is_capturable", "activation_bytes", "source"}
     pairs = (
         (FakeContext, trt.IExecutionContext),
         (RtxContext, trt.IExecutionContext),
