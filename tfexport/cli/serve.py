@@ -19,6 +19,7 @@ from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named
 @config_options(ServerConfig, drain_delay_s="--drain-delay", shutdown_timeout_s="--shutdown-timeout")
 @config_options(ServingConfig, "slots", "encoder_budget", "max_waiting", "max_waiting_tokens", "max_num_beams")
 @config_options(HttpConfig, "max_timeout_s", "max_body_bytes", max_timeout_s="--timeout", max_body_bytes="--max-body")
+@config_options(HttpConfig, max_upload_bytes="--max-upload")
 @config_options(HttpConfig, "completions", "translate", "ui")
 @click.option(
     "--log-level",
@@ -33,8 +34,9 @@ def serve(bundles: tuple[str, ...], loading: dict[str, Any], log_level: str, acc
     A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
-    if log_level != "debug":  # uvicorn logs each start, stop and malformed request
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    if log_level != "debug":  # they log each start, stop and malformed request
+        for name in ("uvicorn.error", "python_multipart"):
+            logging.getLogger(name).setLevel(logging.ERROR)
     from tfexport.serve.server import Server
 
     server = Server(

@@ -8,7 +8,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 
@@ -85,6 +85,15 @@ class Model:
         """Sizes, limits and token ids."""
         return self.session.spec
 
+    @property
+    def reads(self) -> Literal["text", "audio", "image", "features"]:
+        """What the model reads; "features" if callers compute them, because the bundle has no processor."""
+        if self.spec.source_vocab:
+            return "text"
+        if self.processor is None:
+            return "features"
+        return "image" if self.spec.image else "audio"
+
     def decoding(self, config: DecodeConfig | None = None, **options: Any) -> DecodeConfig:
         """Return the decoding options that `generate` would use with the same arguments."""
         if config is None:
@@ -96,8 +105,9 @@ class Model:
     def read(self, inputs: Iterable[Any], *, paths: bool = True) -> list[Source]:
         """Return what the encoder reads for each input: token ids of a text, or features.
 
-        A model of features takes paths of audio or images, their bytes, arrays of features, and pairs of samples and
-        their rate. Without `paths`, a text is never opened as a file. The InputError lists every invalid input.
+        A model of features takes paths of audio or images, their bytes, arrays of features as NumPy arrays or
+        memoryviews, and pairs of samples and their rate. Without `paths`, a text is never opened as a file. The
+        InputError lists every invalid input.
         """
         if self.spec.source_vocab:
             return self._need_tokenizer().encode(inputs)
@@ -389,12 +399,14 @@ class Model:
                 found[row] = Classification(label, own, tuple(sources[row]) if self.spec.source_vocab else ())
         return [found[row] for row in range(len(sources))]
 
-    def source_ids(self, texts: Iterable[Any]) -> list[Source]:
-        """Return the ids of sources; raise InputError with every invalid text."""
+    def source_ids(self, texts: Iterable[Any], *, paths: bool = True) -> list[Source]:
+        """Return the ids of sources; raise InputError with every invalid text. For `paths`, see `read`."""
         if self.spec.has_decoder:
             raise InputError("this bundle is not encoder-only, so it has no vectors and labels; use generate")
         values = _texts("texts", texts)
-        if self.processor or any(isinstance(value, str) for value in values):
+        if self.processor:
+            values = self.read(values, paths=paths)
+        elif any(isinstance(value, str) for value in values):
             return self.read(values)
         return check_sources(self.session, "encode", values)
 

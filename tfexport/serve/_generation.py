@@ -114,6 +114,10 @@ class Generation(Generic[Item, Answer]):
 
     # ---- called by the engine on the event loop
 
+    def read(self, request: Request) -> None:
+        """Replace the request, whose source was a stand-in until it was read."""
+        self.request, self.source_length = request, request.source_length
+
     def begin(self) -> None:
         """Stream the prefix, which does not count toward the buffer limit."""
         if self.request.stream:

@@ -41,6 +41,7 @@ class WaitingQueue:
         # `max_tokens` does not apply to a single job.
         self._max_jobs, self._max_tokens = max_jobs, max_tokens
         self._jobs: list[Job] = []
+        self._unread: set[Job] = set()  # accepted, but their sources are still being read
         self.num_rows = self._num_tokens = 0
         self._departed: deque[float] = deque(maxlen=RATE_WINDOW)
         self._closed: ServingError | None = None
@@ -49,16 +50,26 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def put(self, job: Job) -> None:
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
+
+    def expect(self, job: Job) -> None:
+        """Accept a job that `put` adds later, even if the queue is closed meanwhile."""
         with self._changed:
             self.check_open()
+            self._check_room(0)
+            self._unread.add(job)
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            if job in self._unread:
+                self._unread.remove(job)
+            else:
+                self.check_open()
             if not self._jobs:  # the rate is measured only while jobs wait
                 self._departed.clear()
-            tokens = self._num_tokens + job.source_length * job.num_sources
-            if len(self._jobs) >= self._max_jobs or (self._jobs and tokens > self._max_tokens):
-                got = f"{len(self._jobs)} requests with {self._num_tokens} source tokens are waiting"
-                problem = f"{got}, the limits are {self._max_jobs} and {self._max_tokens}; try again later"
-                raise QueueFull(problem, retry_after_s=self._retry_after_s())
+            self._check_room(job.source_length * job.num_sources)
             insort(self._jobs, job, key=lambda job: job.arrived - job.priority)
             self._count(job, 1)
             self._changed.notify()
@@ -71,6 +82,8 @@ class WaitingQueue:
         """Cancel a job; return whether it was waiting."""
         with self._changed:  # `take` sets the status too
             job.status = Status.CANCELLED
+            self._unread.discard(job)
+            self._changed.notify()
             return self._take_out(job)
 
     def take(self, choose: Callable[[list[Job]], list[Job]]) -> list[Job]:
@@ -93,15 +106,22 @@ class WaitingQueue:
     def wait(self, timeout_s: float) -> bool:
         """Wait for a job, `close` or the timeout; return False when no job can come."""
         with self._changed:
-            if not self._jobs and not self._closed:
+            if not self._jobs and (self._unread or not self._closed):
                 self._changed.wait(timeout_s)
-            return bool(self._jobs) or self._closed is None
+            return bool(self._jobs or self._unread) or self._closed is None
 
     def close(self, reason: ServingError) -> None:
         """Refuse new jobs with this error; waiting jobs remain."""
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify()
+
+    def _check_room(self, num_tokens: int) -> None:
+        num_jobs = len(self._jobs) + len(self._unread)
+        if num_jobs >= self._max_jobs or (self._jobs and self._num_tokens + num_tokens > self._max_tokens):
+            got = f"{num_jobs} requests with {self._num_tokens} source tokens are waiting"
+            problem = f"{got}, the limits are {self._max_jobs} and {self._max_tokens}; try again later"
+            raise QueueFull(problem, retry_after_s=self._retry_after_s())
 
     def _take_out(self, job: Job) -> bool:
         if job not in self._jobs:

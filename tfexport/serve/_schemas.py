@@ -6,14 +6,14 @@ import math
 import struct
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import parse_qsl
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, Json, PrivateAttr, TypeAdapter, ValidationError, create_model
 from pydantic import model_validator as validator
 
 from tfexport import config
@@ -23,6 +23,7 @@ from tfexport.serve.config import MAX_S
 from tfexport.serve.inference import OUTPUTS, InvalidRequestError, Source, Tensor, check_finite, texts
 
 JSON, FORM, BYTES = "application/json", "application/x-www-form-urlencoded", "application/octet-stream"
+FILES = "multipart/form-data"
 # If a body has more problems than this, only their number is reported.
 MAX_PROBLEMS = 100
 _BOUNDS = {one: getattr(annotated_types, one.__name__) for one in (config.Ge, config.Gt, config.Le, config.Lt)}
@@ -51,6 +52,29 @@ class Body(BaseModel):
         except ValidationError as error:
             raise InvalidRequestError(*_problems(error)) from error
 
+    @classmethod
+    def parse_form(cls, form: Mapping[str, str | bytes]) -> Self:
+        """Parse the fields of a form, which are texts and files."""
+        kinds = {name: field.annotation is bytes for name, field in cls.model_fields.items()}
+        wrong = [name for name, value in form.items() if isinstance(value, bytes) != kinds.get(name, False)]
+        if wrong := [name for name in wrong if name in kinds]:
+            got, expected = ("a text", "a file") if kinds[wrong[0]] else ("a file", "a text")
+            hint = "; with curl, write @ before its path" * kinds[wrong[0]]
+            raise InvalidRequestError(f"{wrong[0]} is {got}, expected {expected}{hint}")
+        files = {name: value for name, value in form.items() if isinstance(value, bytes)}
+        try:
+            found = cls.model_validate_strings({**form, **dict.fromkeys(files, "")})
+        except ValidationError as error:
+            raise InvalidRequestError(*_problems(error)) from error
+        return found.model_copy(update=files)
+
+
+def form_of(pairs: Sequence[tuple[str, str | bytes]]) -> dict[str, str | bytes]:
+    """Return the fields of a form by name; raise `InvalidRequestError` if one is repeated."""
+    if len(form := dict(pairs)) < len(pairs):
+        raise InvalidRequestError("a field is given twice, expected once")
+    return form
+
 
 def _problems(error: ValidationError) -> list[str]:
     # The members of a union count as one problem.
@@ -59,9 +83,9 @@ def _problems(error: ValidationError) -> list[str]:
     problems: dict[str, list[str]] = {}
     for one in error.errors(include_url=False, include_context=False):
         kind, message = one["type"], one["msg"].removeprefix("Value error, ")
-        if kind == "json_invalid":
-            return [f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}"]
         place = "".join(_place(one["loc"]))
+        if kind == "json_invalid":
+            return [f"{place or 'the body'} is not JSON: {message.removeprefix('Invalid JSON: ')}"]
         if kind in ("extra_forbidden", "missing"):
             problems[f"{'missing' if kind == 'missing' else 'unknown'} key {place}"] = []
         elif kind == "value_error":
@@ -141,6 +165,23 @@ class GenerateRequest(Sourced):
 
     id: str | None = Field(default=None, description="Returned in the response.")
     parameters: Parameters = Parameters()  # type: ignore[valid-type]
+    media_types = (JSON, FILES)
+
+    @classmethod
+    def parse_form(cls, form: Mapping[str, str | bytes]) -> Any:
+        return GenerateForm.parse_form(form)
+
+
+class GenerateForm(Body):
+    """A file to generate from, in a form."""
+
+    file: bytes = Field(description="Audio or an image.")
+    id: str | None = Field(default=None, description="Returned in the response.")
+    parameters: Json[Parameters] = Field(Parameters(), description="Options, as JSON.")  # type: ignore[valid-type]
+
+    @property
+    def source(self) -> bytes:
+        return self.file
 
 
 class AlignRequest(Sourced):
@@ -337,6 +378,20 @@ class Completion(Parameters):  # type: ignore[misc, valid-type]
     suffix: Literal[""] | None = None
 
 
+class Transcription(Parameters):  # type: ignore[misc, valid-type]
+    """A form with audio, as in the OpenAI API, and decoding options of tfexport."""
+
+    media_types = (FILES,)
+    file: bytes = Field(description="Audio.")
+    model: str | None = None
+    response_format: Literal["json", "text"] = "json"
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, description="Sample if above 0.")
+    # Only the values that disable them are accepted.
+    language: Literal[""] | None = None
+    prompt: Literal[""] | None = None
+
+
 class Embeddings(Body):
     """Inputs of `/v1/embeddings`, as in the OpenAI API."""
 
@@ -370,12 +425,7 @@ class TranslateRequest(Body):
             pairs = parse_qsl(raw.decode(), True, True, errors="strict", max_num_fields=len(cls.model_fields))
         except ValueError as error:
             raise InvalidRequestError(f"the body is not a form: {error}") from error
-        if len(data := dict(pairs)) < len(pairs):
-            raise InvalidRequestError("a field is given twice, expected once")
-        try:
-            return cls.model_validate_strings(data)
-        except ValidationError as error:
-            raise InvalidRequestError(*_problems(error)) from error
+        return cls.parse_form(form_of(pairs))
 
 
 class Named(BaseModel):

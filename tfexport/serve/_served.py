@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 
 from tfexport import errors
 from tfexport.decode.offline import decode, warm_up
+from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ServingError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
+from tfexport.runtime.sources import stand_in
 from tfexport.serve._generation import AnyGeneration, Event
 from tfexport.serve._scheduler import Worker
 from tfexport.serve.config import ServingConfig
@@ -43,7 +45,7 @@ _OUTCOMES: dict[type[BaseException], Outcome] = {
 
 
 class Calls:
-    """Run alignments and encoders one at a time; used on one event loop only."""
+    """Run alignments and encoders, and read sources, one at a time; used on one event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-calls")
@@ -100,14 +102,22 @@ class Served:
         # Open requests refer to this object through `end`, so the thread runs until they are answered.
         weakref.finalize(self, self.worker.abort, errors.Draining("the engine was deleted")).atexit = False
 
-    def begin(self, generation: AnyGeneration) -> None:
-        self.worker.waiting.put(generation)
+    def begin(self, generation: AnyGeneration, read: Callable[[], Request] | None = None) -> None:
+        """Queue a request; `read` replaces its stand-in on another thread first."""
+        if read:
+            self.worker.waiting.expect(generation)
+        else:
+            self.worker.waiting.put(generation)
         self.open[generation] = None
         if generation.deadline < math.inf:  # the thread checks it too, but only between steps
             left_s = generation.deadline - time.monotonic()
             self.open[generation] = asyncio.get_running_loop().call_later(left_s, self._end_late, generation)
-        with self._own_errors(generation):
-            generation.begin()
+        if read:
+            compute = partial(_read, generation, read)
+            self.calls.submit(compute).add_done_callback(partial(self._take_source, generation))
+        else:
+            with self._own_errors(generation):
+                generation.begin()
 
     def end(self, generation: AnyGeneration, reason: TfexportError) -> None:
         self._close(generation)
@@ -138,6 +148,22 @@ class Served:
             if wait_s <= 0:
                 return False
         return await self.calls.join(end, self._config.hang_s)
+
+    def _take_source(self, generation: AnyGeneration, reading: asyncio.Task[Request]) -> None:
+        reading.exception()  # an error that nobody retrieves is logged
+        if generation not in self.open:
+            return
+        try:
+            generation.read(reading.result())
+            self.worker.waiting.put(generation)
+        except TfexportError as error:
+            self.end(generation, error)
+        except Exception as error:
+            logger.exception("a source could not be read")
+            self.end(generation, errors.BackendError(f"the source could not be read: {error!r}"))
+        else:
+            with self._own_errors(generation):
+                generation.begin()
 
     def _deliver(self, events: list[Event]) -> None:
         for generation, token_ids, outcome in events:
@@ -207,6 +233,10 @@ def _answers(generation: AnyGeneration, hypotheses: list[Hypothesis]) -> list[An
     return [] if generation.is_done else generation.answers(hypotheses)
 
 
+def _read(generation: AnyGeneration, read: Callable[[], Request]) -> Request:
+    return generation.request if generation.is_done else read()
+
+
 def outcome_of(error: BaseException) -> Outcome:
     return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), "error")
 
@@ -228,8 +258,10 @@ def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Any], None]) -> 
 
 def prepare(model: Model, slots: int) -> None:
     """Warm a model up with one row and with all slots, and check its recorded texts."""
-    spec, tokenizer = model.spec, model.tokenizer
-    source = [spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0]
+    spec, tokenizer, source = model.spec, model.tokenizer, stand_in(model.spec.source)
+    if model.processor:
+        with contextlib.suppress(errors.InputError):
+            model.processor.extract(b"")  # raises BackendError without the packages that it always needs
     if not spec.has_decoder:
         warm_up(model.session, slots, 1)
         if tokenizer:

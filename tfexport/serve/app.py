@@ -12,7 +12,7 @@ from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.http import HANDLERS, Route, Service
 from tfexport.serve.metrics import Metrics
-from tfexport.serve.middleware import Timeouts
+from tfexport.serve.middleware import BodyLimits
 from tfexport.serve.routes import openai, translate, ui, v2
 
 
@@ -38,7 +38,7 @@ def build_app(
         responses={"default": {"model": schemas.Refusal}},
     )
     app.router.route_class = Route
-    app.add_middleware(Timeouts, config=config)
+    app.add_middleware(BodyLimits, config=config)
     app.state.service = Service(engines, config, metrics)
     v2.add_routes(app, has_statistics=metrics is not None, has_metrics=metrics is not None and config.metrics)
     openai.add_routes(app, has_completions=config.completions)

@@ -11,6 +11,7 @@ from tfexport.errors import ConfigError, raise_all, shortened
 # Upper bound of time limits and priorities, in seconds.
 MAX_S = 86_400
 MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_UPLOAD_BYTES = 1024 * 1024 * 1024
 # A model name is part of URLs and a label of metrics.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NAMED = re.compile(rf"({_NAME.pattern})=(.+)", re.DOTALL)
@@ -51,6 +52,9 @@ class Limits(Config, subject="limits"):
 class HttpConfig(Limits, subject="http"):
     """Limits of HTTP requests, and the enabled endpoints."""
 
+    max_upload_bytes: Annotated[
+        int, Ge(1024), Le(MAX_UPLOAD_BYTES), Help("Maximum bytes of a request with a file or binary features.")
+    ] = 25 * 1024 * 1024
     read_timeout_s: Annotated[Seconds, Help("Maximum seconds between two parts of a request body.")] = 10.0
     body_timeout_s: Annotated[Seconds, Help("Maximum seconds to receive a request body.")] = 60.0
     max_send_s: Annotated[Seconds, Help("Maximum seconds to send a part of a response.")] = 30.0

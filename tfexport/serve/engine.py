@@ -13,15 +13,25 @@ from os import PathLike
 from typing import Any, Literal, Self, TypeVar
 
 from tfexport.decode.align import Alignment
-from tfexport.decode.request import check_requests
+from tfexport.decode.request import Request, check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
-from tfexport.errors import DeadlineExceeded, Draining, EngineFailed, InputError, TfexportError, raise_all, shortened
+from tfexport.errors import (
+    BackendError,
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    InputError,
+    TfexportError,
+    raise_all,
+    shortened,
+)
 from tfexport.generation import DecodeConfig
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.model.result import NO_COPIES_IN_STREAMS, Classification, Result, check_copies, result_of, with_copies
 from tfexport.runtime.session import Floats
+from tfexport.runtime.sources import read_source, stand_in
 from tfexport.serve._generation import AnyGeneration, Generation, num_rows
 from tfexport.serve._served import MAX_WAITING, Served, outcome_of, prepare
 from tfexport.serve.config import MAX_S, ServingConfig
@@ -86,7 +96,8 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Number of requests that have not joined a batch."""
-        return sum(len(served.worker.waiting) for served in self._all_served)
+        queues = [served.worker.waiting for served in self._all_served]
+        return sum(len(queue) + queue.num_unread for queue in queues)
 
     @property
     def num_running(self) -> int:
@@ -150,7 +161,7 @@ class Engine:
 
     def submit(
         self,
-        text: str,
+        text: Any,
         *,
         prefix: str = "",
         stream: bool = False,
@@ -159,10 +170,11 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[str, Result]:
-        """Submit a text; each answer equals that of `Model.generate` for this text.
+        """Submit a text, audio or an image; each answer equals that of `Model.generate` for it.
 
         Args:
-            text: source text.
+            text: source text; or for a model of audio or images what `Model.read` takes, except for paths. It is read
+                on another thread, and awaiting the answer raises `InputError` if that fails.
             prefix: text that each answer starts with.
             stream: whether iterating over the generation yields pieces of text as they are generated.
             priority: seconds that are added to the request's age in the queue.
@@ -187,22 +199,30 @@ class Engine:
                     raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
                 check_copies(model.session, tokenizer)
                 self._current.calls.check_room(self.config.max_waiting)
-            (source,) = tokenizer.encode([text])
+            if model.spec.source_vocab:
+                if not isinstance(text, str):
+                    raise InputError(f"the source is {type(text).__name__}, but this model reads text")
+                read, (ready,) = None, tokenizer.encode([text])
+            elif isinstance(text, str):
+                raise InputError(f"the source is a text, but this model reads {model.reads}; send a file or an array")
+            else:
+                read, ready = partial(_read, model, text), stand_in(model.spec.source)
             prefix_ids, num_fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
 
             def answers(hypotheses: Sequence[Hypothesis]) -> list[Result]:
                 results = [result_of(tokenizer, hypothesis, decoding) for hypothesis in hypotheses]
                 if decoding.replace_unknowns:
-                    return with_copies(model.session, tokenizer, [text], [source], results, decoding)
+                    return with_copies(model.session, tokenizer, [text], [ready], results, decoding)
                 return results
 
             num_forced = num_fixed if decoding.prefix_bias_beta else len(prefix_ids)
             pieces = Pieces(tokenizer.decode, num_forced, decoding.strings) if stream else None
-            return self._begin(source, prefix_ids, decoding, num_fixed, stream, priority, timeout_s, answers, pieces)
+            limits = priority, timeout_s
+            return self._begin(ready, prefix_ids, decoding, num_fixed, stream, *limits, answers, pieces, read)
 
     def submit_ids(
         self,
-        source: Iterable[int],
+        source: Any,
         *,
         prefix: Iterable[int] = (),
         stream: bool = False,
@@ -211,7 +231,7 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[int, Hypothesis]:
-        """Submit token ids with special tokens.
+        """Submit token ids with special tokens, or an array of features or pixels.
 
         The other arguments and the errors are those of `submit`. `prefix` excludes the start token. Streams yield ids.
         """
@@ -219,25 +239,23 @@ class Engine:
             decoding = self.model.decoding(config, **options)
             return self._begin(source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
 
-    async def generate(self, text: str, **options: Any) -> list[Result]:
-        """Return the answers to a text, best first; see `submit` for arguments and errors."""
+    async def generate(self, text: Any, **options: Any) -> list[Result]:
+        """Return the answers to a text, audio or an image, best first; see `submit` for arguments and errors."""
         return await self.submit(text, **options)
 
-    async def generate_ids(self, source: Iterable[int], **options: Any) -> list[Hypothesis]:
+    async def generate_ids(self, source: Any, **options: Any) -> list[Hypothesis]:
         """Return the answers to token ids, best first; see `submit_ids`."""
         return await self.submit_ids(source, **options)
 
-    def stream(self, text: str, **options: Any) -> AsyncIterator[str]:
-        """Yield pieces of the answer to a text as they are generated; see `submit`."""
+    def stream(self, text: Any, **options: Any) -> AsyncIterator[str]:
+        """Yield pieces of the answer as they are generated; see `submit`."""
         return aiter(self.submit(text, stream=True, **options))
 
-    def stream_ids(self, source: Iterable[int], **options: Any) -> AsyncIterator[int]:
+    def stream_ids(self, source: Any, **options: Any) -> AsyncIterator[int]:
         """Yield token ids of the answer as they are generated; see `submit_ids`."""
         return aiter(self.submit_ids(source, stream=True, **options))
 
-    async def align(
-        self, source: str | Iterable[int], target: str | Iterable[int], *, timeout_s: float | None = None
-    ) -> Alignment:
+    async def align(self, source: Any, target: str | Iterable[int], *, timeout_s: float | None = None) -> Alignment:
         """Align the tokens of a source and a target, as `Model.align` does.
 
         Source ids include special tokens, and target ids exclude the start token. Pairs are aligned one at a time,
@@ -268,8 +286,9 @@ class Engine:
         start, cancel = time.monotonic(), threading.Event()
 
         def compute(model: Model) -> tuple[T, int]:
-            sources = model.source_ids(texts)
-            self._observer.joined(time.monotonic() - start, num_tokens := sum(map(len, sources)))
+            sources = model.source_ids(texts, paths=False)
+            num_tokens = sum(read_source(model.spec.source, source)[1] for source in sources)
+            self._observer.joined(time.monotonic() - start, num_tokens)
             return method(model, sources, cancel=cancel), num_tokens
 
         try:
@@ -342,7 +361,7 @@ class Engine:
 
     def _begin(
         self,
-        source: Iterable[int],
+        source: Any,
         prefix: Iterable[int],
         decoding: DecodeConfig,
         num_fixed: int,
@@ -351,18 +370,23 @@ class Engine:
         timeout_s: float | None,
         answers: Callable[[Sequence[Hypothesis]], list[Any]],
         pieces: Pieces | None,
+        read: Callable[[], list[Any]] | None = None,
     ) -> AnyGeneration:
         raise_all(InputError, "request", [*self._problems(decoding, stream, priority, timeout_s)])
-        model = self.model
+        model, now = self.model, time.monotonic()
         text_of = model.tokenizer.decode if model.tokenizer else None
-        (request,) = check_requests(model.session, [source], decoding, [prefix], text_of, num_fixed)
-        request.stream = bool(stream)
-        now = time.monotonic()
-        generation: AnyGeneration = Generation(request, now, priority, now + self._limit_s(timeout_s), answers=answers)
+
+        def checked(sources: list[Any]) -> Request:
+            (request,) = check_requests(model.session, sources, decoding, [prefix], text_of, num_fixed)
+            request.stream = bool(stream)
+            return request
+
+        end = now + self._limit_s(timeout_s)
+        generation: AnyGeneration = Generation(checked([source]), now, priority, end, answers=answers)
         generation.pieces, generation.buffer = pieces, self.config.stream_buffer
         generation.leave = self._current.end
         self._check_loop()
-        self._current.begin(generation)
+        self._current.begin(generation, None if read is None else lambda: checked(read()))
         return generation
 
     def _problems(self, decoding: DecodeConfig, stream: object, priority: object, timeout_s: object) -> Iterator[str]:
@@ -394,7 +418,17 @@ def _is_between(low: float, value: object, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _align(model: Model, source: str | Iterable[int], target: str | Iterable[int]) -> Alignment:
+def _read(model: Model, source: Any) -> list[Any]:
+    try:
+        return model.read([source], paths=False)
+    except BackendError as error:  # a package for this format is not installed
+        raise InputError(*error.problems, subject=error.subject, remedy=error.remedy) from error
+
+
+def _align(model: Model, source: Any, target: str | Iterable[int]) -> Alignment:
+    if not model.spec.source_vocab:
+        (source,) = model.read([source], paths=False)
+        return model.align([source], [target])[0] if isinstance(target, str) else model.align_ids([source], [target])[0]
     if isinstance(target, str):
         if isinstance(source, str):
             return model.align([source], [target])[0]

@@ -12,13 +12,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any
 
 from fastapi.routing import APIRoute
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tfexport.errors import TfexportError, printable, shortened
-from tfexport.serve._schemas import Body
+from tfexport.serve._schemas import FILES, Body, form_of
 from tfexport.serve._served import outcome_of
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
@@ -31,7 +33,7 @@ VERSION = "1"  # bundles have no versions; this is for clients that require one
 RETRY_AFTER_S = 1  # default of the Retry-After header
 CLIENT_CLOSED_REQUEST = 499  # as in nginx's log; nobody receives it
 JSON_LENGTH = "Inference-Header-Content-Length"  # in bytes; the binary tensors follow
-OPENAI = ("/v1/completions", "/v1/embeddings", "/v1/models")
+OPENAI = ("/v1/audio/transcriptions", "/v1/completions", "/v1/embeddings", "/v1/models")
 _STATUS: dict[Outcome, int] = {
     "invalid": 400,
     "queue_full": 429,
@@ -40,6 +42,7 @@ _STATUS: dict[Outcome, int] = {
     "draining": 503,
     "deadline": 504,
 }
+_REFUSALS: dict[int, Outcome] = {429: "queue_full", 503: "not_ready"}
 
 
 class RequestError(HTTPException):
@@ -90,7 +93,7 @@ class Service:
             yield
         # Some servers cancel the task of a client that disconnects.
         except (RequestError, InvalidRequestError, ClientDisconnect, asyncio.CancelledError) as error:
-            outcome: Outcome = "not_ready" if getattr(error, "status_code", None) == 503 else "invalid"
+            outcome = _REFUSALS.get(getattr(error, "status_code", 0), "invalid")
             if isinstance(error, ClientDisconnect | asyncio.CancelledError):
                 outcome = "cancelled"
             if self.metrics:
@@ -136,7 +139,10 @@ async def _read(request: Request, service: Service, body_type: type[Body], name:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type not in body_type.media_types:
             raise _closing(415, f"Content-Type is {shortened(media_type)}, expected {body_type.media_types[0]}")
-        raw, json_length = await _read_body(request, service.config.max_body_bytes), None
+        if media_type == FILES:
+            return body_type.parse_form(await _read_form(request, service.config))
+        raw = b"".join([chunk async for chunk in _chunks(request, service.config.max_body_bytes)])
+        json_length = None
         if (length := request.headers.get(JSON_LENGTH)) is not None:
             if not (length.isascii() and length.isdigit()) or len(length) > 12 or int(length) > len(raw):
                 raise RequestError(400, f"{JSON_LENGTH} is {shortened(length)}, expected a number up to {len(raw)}")
@@ -144,7 +150,35 @@ async def _read(request: Request, service: Service, body_type: type[Body], name:
         return body_type.parse(raw, media_type, json_length)
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+class _FormParser(MultiPartParser):
+    spool_max_size = 0  # keep files in memory, because the file system may be read-only
+    is_ended = False
+
+    def on_end(self) -> None:
+        self.is_ended = True
+
+
+async def _read_form(request: Request, config: HttpConfig) -> dict[str, str | bytes]:
+    async def chunks() -> AsyncGenerator[bytes]:
+        async for chunk in _chunks(request, config.max_upload_bytes):
+            yield chunk
+        if not parser.is_ended:
+            raise MultiPartException("The end is missing.")
+
+    sizes = {"max_files": 1, "max_fields": 100, "max_part_size": config.max_body_bytes}
+    parser = _FormParser(request.headers, chunks(), **sizes)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise _closing(400, f"the body is not a form: {error.message}") from error
+    try:
+        pairs = form.multi_items()
+        return form_of([(name, await one.read() if isinstance(one, UploadFile) else one) for name, one in pairs])
+    finally:
+        await form.close()
+
+
+async def _chunks(request: Request, limit: int) -> AsyncGenerator[bytes]:
     headers = request.headers
     if headers.get("content-encoding", "identity") != "identity":
         encoding = shortened(headers["content-encoding"])
@@ -156,12 +190,12 @@ async def _read_body(request: Request, limit: int) -> bytes:
         raise _closing(400, f"Content-Length is {shortened(length)}, expected a number")
     if length is not None and (len(length) > 12 or int(length) > limit):
         raise _closing(413, f"the body has {length[:40]} bytes, the limit is {limit}; send less")
-    body = bytearray()
+    received = 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
+        received += len(chunk)
+        if received > limit:
             raise _closing(413, f"the body is above the limit of {limit} bytes; send less")
-    return bytes(body)
+        yield chunk
 
 
 def _closing(status: int, message: str) -> RequestError:

@@ -18,7 +18,7 @@ from tfexport.serve._generation import Generation
 from tfexport.serve.config import Limits
 from tfexport.serve.engine import Engine
 
-Source: TypeAlias = str | list[int]
+Source: TypeAlias = str | list[int] | bytes
 Answer: TypeAlias = Result | Hypothesis
 Submitted: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
 DECODING = frozenset(field.name for field in dataclasses.fields(DecodeConfig))
@@ -75,10 +75,10 @@ def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, 
 
 
 def submit(engine: Engine, source: Source, options: Mapping[str, Any], *, stream: bool = False) -> Submitted:
-    """Submit a text or token ids with further arguments of `Engine.submit`."""
-    if isinstance(source, str):
-        return engine.submit(source, stream=stream, **options)
-    return engine.submit_ids(source, stream=stream, **options)
+    """Submit a source with further arguments of `Engine.submit`."""
+    if isinstance(source, list):
+        return engine.submit_ids(source, stream=stream, **options)
+    return engine.submit(source, stream=stream, **options)
 
 
 def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapping[str, Any]]) -> list[Submitted]:

@@ -1,4 +1,4 @@
-"""Wrap the app with ASGI middleware: bearer tokens and client timeouts."""
+"""Wrap the app with ASGI middleware: bearer tokens and limits of bodies."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tfexport.errors import ConfigError
 from tfexport.serve.config import HttpConfig
-from tfexport.serve.http import RequestError
+from tfexport.serve.http import RETRY_AFTER_S, RequestError
 from tfexport.serve.routes import ui
 
 logger = logging.getLogger(__name__)
 # Probes and the files of the page need no token; these paths reveal nothing about models or texts.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}) | ui.PATHS
 MIN_CHARACTERS = 16
+MAX_UPLOADS = 16  # largest uploads that fit into memory together
 # The syntax of RFC 6750.
 _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_CHARACTERS},}}=*")
 
 
-class Timeouts:
-    """Answer 408 to slow request bodies, and end responses that are not read."""
+class BodyLimits:
+    """Answer 408 to slow request bodies, 429 to too many large ones, and end responses that are not read."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self._app, self._config = app, config
+        self._uploaded = 0  # bytes of open requests above `max_body_bytes` of each
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app with time limits on `receive` and `send`."""
+        """Call the app with limits on `receive` and `send`."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         config, end = self._config, time.monotonic() + self._config.body_timeout_s
         is_whole = is_late = False
+        num_bytes = -config.max_body_bytes
 
         async def receive_in_time() -> Message:
-            nonlocal is_whole
+            nonlocal is_whole, num_bytes
             if is_whole:  # the next message reports that the client disconnected
                 return await receive()
             try:
@@ -50,6 +53,11 @@ class Timeouts:
                     message = await receive()
             except TimeoutError:
                 raise RequestError(408, "the body was sent too slowly", {"Connection": "close"}) from None
+            before, num_bytes = num_bytes, num_bytes + len(message.get("body", b""))
+            self._uploaded += max(0, num_bytes) - max(0, before)
+            if self._uploaded > MAX_UPLOADS * config.max_upload_bytes:
+                headers = {"Connection": "close", "Retry-After": str(RETRY_AFTER_S)}
+                raise RequestError(429, "the server is receiving too many large requests; try again later", headers)
             is_whole = not message.get("more_body", False)
             return message
 
@@ -68,6 +76,8 @@ class Timeouts:
             if not is_late:
                 raise
             logger.info("%s: the client does not read the response", scope["path"])
+        finally:
+            self._uploaded -= max(0, num_bytes)
 
 
 class BearerTokens:

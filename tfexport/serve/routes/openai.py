@@ -1,4 +1,4 @@
-"""Serve `/v1/completions` and `/v1/embeddings` of the OpenAI API."""
+"""Serve `/v1/completions`, `/v1/audio/transcriptions` and `/v1/embeddings` of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import base64
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Form
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tfexport.decode.result import FinishReason
 from tfexport.generation import SAMPLING_OPTIONS
 from tfexport.model.result import Result
-from tfexport.serve._schemas import Completion, Embeddings
+from tfexport.serve._schemas import FILES, Completion, Embeddings, Transcription
 from tfexport.serve.http import EventStream, RequestError, answers_of, event, service_of
 from tfexport.serve.inference import DECODING, Submitted, arguments, submit, submit_all
 
@@ -53,6 +53,19 @@ async def completions(request: Request, data: Completion) -> Response:
     return JSONResponse(head | {"choices": choices, "usage": _usage(generations, answers)})
 
 
+async def transcriptions(request: Request, data: Annotated[Transcription, Form(media_type=FILES)]) -> Response:
+    """Transcribe audio, as one response or as server-sent events."""
+    service = service_of(request)
+    name = service.model_name(data.model)
+    with service.count_refusals(name):
+        options = arguments(_decoding(data), service.config.max_timeout_s)
+    generation = submit(service.loaded_engine(name), data.file, options, stream=bool(data.stream))
+    if data.stream:
+        return EventStream(generation, _transcript(generation))
+    ((answer, *_),) = await answers_of(request, [generation])
+    return PlainTextResponse(answer.text) if data.response_format == "text" else JSONResponse({"text": answer.text})
+
+
 async def embeddings(request: Request, data: Embeddings) -> Response:
     """Embed texts or token ids with an encoder-only bundle."""
     service = service_of(request)
@@ -82,7 +95,7 @@ async def models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data})
 
 
-def _decoding(data: Completion) -> dict[str, Any]:
+def _decoding(data: Completion | Transcription) -> dict[str, Any]:
     fields = data.model_dump(exclude_unset=True, exclude_none=True)
     options = {name: value for name, value in fields.items() if name in _SAME}
     options |= {ours: fields[theirs] for theirs, ours in _NAMES.items() if fields.get(theirs) not in (None, "", [])}
@@ -103,6 +116,14 @@ async def _events(head: dict[str, Any], generation: Submitted, has_usage: bool) 
     yield b"data: [DONE]\n\n"
 
 
+async def _transcript(generation: Submitted) -> AsyncGenerator[bytes]:
+    text = ""
+    async for piece in generation:
+        text += str(piece)
+        yield event({"type": "transcript.text.delta", "delta": piece})
+    yield event({"type": "transcript.text.done", "text": text})
+
+
 def _choice(index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason and _REASONS[reason]}
 
@@ -116,5 +137,6 @@ def add_routes(app: FastAPI, *, has_completions: bool) -> None:
     """Add the endpoints."""
     if has_completions:
         app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/audio/transcriptions", transcriptions, methods=["POST"])
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
     app.add_api_route("/v1/models", models)

@@ -194,6 +194,8 @@ def _encoded(alignment: Alignment, name: str) -> bytes:
 async def tokenize(request: Request, data: schemas.TokenizeRequest) -> Response:
     """Return the token ids of a source text, including special tokens."""
     model, tokenizer = _model_of(request, data.model)
+    if not model.spec.source_vocab:
+        raise RequestError(400, f"this model reads {model.reads}, not text")
     (tokens,) = tokenizer.encode([data.prompt])
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.spec.max_source_length})
 
