@@ -87,7 +87,7 @@ class Model:
 
     @property
     def reads(self) -> Literal["text", "audio", "image", "features"]:
-        """What the model reads; "features" if callers compute them, because the bundle has no processor."""
+        """What the model reads; "features" if the bundle has no processor for them."""
         if self.spec.source_vocab:
             return "text"
         if self.processor is None:
@@ -400,7 +400,10 @@ class Model:
         return [found[row] for row in range(len(sources))]
 
     def source_ids(self, texts: Iterable[Any], *, paths: bool = True) -> list[Source]:
-        """Return the ids of sources; raise InputError with every invalid text. For `paths`, see `read`."""
+        """Return the ids of sources; raise InputError with every invalid text.
+
+        `paths` is that of `read`.
+        """
         if self.spec.has_decoder:
             raise InputError("this bundle is not encoder-only, so it has no vectors and labels; use generate")
         values = _texts("texts", texts)

@@ -203,7 +203,7 @@ def _(kind: ImageSource, rng: np.random.Generator, source_len: int) -> Array:
 
 @functools.lru_cache(8)
 def stand_in(kind: SourceKind) -> Source:
-    """Return one of the shortest sources, to warm up or to check the rest of a request."""
+    """Return a short source, to warm up or to check the rest of a request."""
     return random_source(kind, np.random.default_rng(0), 1)
 
 

@@ -70,7 +70,7 @@ class Body(BaseModel):
 
 
 def form_of(pairs: Sequence[tuple[str, str | bytes]]) -> dict[str, str | bytes]:
-    """Return the fields of a form by name; raise `InvalidRequestError` if one is repeated."""
+    """Return the fields of a form by name; refuse repeated ones."""
     if len(form := dict(pairs)) < len(pairs):
         raise InvalidRequestError("a field is given twice, expected once")
     return form

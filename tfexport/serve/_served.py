@@ -45,7 +45,7 @@ _OUTCOMES: dict[type[BaseException], Outcome] = {
 
 
 class Calls:
-    """Run alignments and encoders, and read sources, one at a time; used on one event loop only."""
+    """Align, encode and read sources, one at a time; used on one event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-calls")

@@ -170,7 +170,7 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[str, Result]:
-        """Submit a text, audio or an image; each answer equals that of `Model.generate` for it.
+        """Submit a source; each answer equals that of `Model.generate` for it.
 
         Args:
             text: source text; or for a model of audio or images what `Model.read` takes, except for paths. It is read
@@ -200,8 +200,6 @@ class Engine:
                 check_copies(model.session, tokenizer)
                 self._current.calls.check_room(self.config.max_waiting)
             if model.spec.source_vocab:
-                if not isinstance(text, str):
-                    raise InputError(f"the source is {type(text).__name__}, but this model reads text")
                 read, (ready,) = None, tokenizer.encode([text])
             elif isinstance(text, str):
                 raise InputError(f"the source is a text, but this model reads {model.reads}; send a file or an array")
@@ -240,7 +238,7 @@ class Engine:
             return self._begin(source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
 
     async def generate(self, text: Any, **options: Any) -> list[Result]:
-        """Return the answers to a text, audio or an image, best first; see `submit` for arguments and errors."""
+        """Return the answers to a source, best first; see `submit`."""
         return await self.submit(text, **options)
 
     async def generate_ids(self, source: Any, **options: Any) -> list[Hypothesis]:

@@ -29,7 +29,10 @@ _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_CHARACTERS},}}=*")
 
 
 class BodyLimits:
-    """Answer 408 to slow request bodies, 429 to too many large ones, and end responses that are not read."""
+    """Refuse bodies that are slow or too many, and end responses that are not read.
+
+    Slow bodies get 408. If all large bodies together exceed the memory for them, further ones get 429.
+    """
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self._app, self._config = app, config

@@ -246,13 +246,15 @@ def _warn_of_threads(engines: Collection[Engine]) -> None:
 def _model_line(name: str, engine: Engine) -> str:
     spec, session, threads = engine.model.spec, engine.model.session, engine.model.threads
     used = f", {threads.decoder} thread{'s' * (threads.decoder > 1)}" if threads else ""
-    kind, limits = f"{spec.layers} decoder layers of", f"and {spec.max_target_length} target tokens"
-    slots = f", {engine.slots} slots"
+    kind, slots, source = f"{spec.layers} decoder layers of", f", {engine.slots} slots", "source"
+    target = f" and {spec.max_target_length} target tokens" if spec.has_decoder else ""
     if not spec.has_decoder:
-        kind, limits, slots = "encoder of width", "tokens", ""
+        kind, slots = "encoder of width", ""
         used += f", labels {', '.join(spec.labels)}"[:100] * bool(spec.labels)
+    if not spec.has_decoder or engine.model.reads != "text":
+        source += f" {spec.source.unit}"
     runs = f"{session.accuracy} on {session.backend}{used}{slots}"
-    return f"{name}: {kind} {spec.d_model}, {runs}; up to {spec.max_source_length} source {limits}"
+    return f"{name}: {kind} {spec.d_model}, {runs}; up to {spec.max_source_length} {source}{target}"
 
 
 def _warn_of_network(config: ServerConfig) -> None:
@@ -265,13 +267,18 @@ def _warn_of_network(config: ServerConfig) -> None:
 
 def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
     name, engine = next(iter(engines.items()))
-    tokenizer, path = engine.model.tokenizer, f"/v2/models/{name}/generate"
+    model, tokenizer, path = engine.model, engine.model.tokenizer, f"/v2/models/{name}/generate"
     body: dict[str, object] = {"input_ids": [1, 2, 3]}
     if tokenizer is not None:
         body = {"text_input": tokenizer.text.samples[0].text if tokenizer.text.samples else "Hello"}
-    if not engine.model.spec.has_decoder:
+    if not model.spec.has_decoder:
         path, body = "/v1/embeddings", {"model": name, "input": next(iter(body.values()))}
-    command = shlex.join(["curl", url + path, "-H", "Content-Type: application/json"])
+    sent = ["-H", "Content-Type: application/json", "-d", json.dumps(body, ensure_ascii=False)]
+    if model.reads != "text":
+        sent = ["-F", f"file=@{'image.jpg' if model.reads == 'image' else 'speech.wav'}"]
+        if not model.spec.has_decoder or model.reads == "features":
+            path, sent = f"/v2/models/{name}", []
+    command = shlex.join(["curl", url + path, *sent])
     if config.token_file:
         command += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(config.token_file))})"'
-    return printable(f"  {command} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}")
+    return printable(f"  {command}")

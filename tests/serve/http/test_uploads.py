@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 from tests.conftest import Once
 from tests.serve.http.served import OFFERS, Served, serving
 from tests.serve.http.test_refusals import check
+from tests.serve.running import running
 from tests.test_inputs import AUDIO, SPEECH, samples, wav, write_bundle
 from tfexport.model.load import load
 from tfexport.model.model import Model
@@ -208,4 +212,14 @@ async def test_texts_and_files_are_for_their_models(bundle: Path, dates_bundle: 
     async with serving(dates_bundle, OFFERS) as served:
         for place in (TRANSCRIBE, "/v2/models/dates/generate", "/v2/models/dates/generate_stream"):
             answer = await upload(served, place)
-            assert (answer.status_code, "this model reads text" in answer.text) == (400, True), place
+            assert (answer.status_code, "the text is bytes, expected a text" in answer.text) == (400, True), place
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_curl_uploads_a_file_as_the_server_shows(bundle: Path, speech: Model, tmp_path: Path) -> None:
+    (tmp_path / "speech.wav").write_bytes(FILE[1])
+    with running(tmp_path, bundle, "--threads", 1) as server:
+        assert server.lines[1].endswith("up to 200 source positions and 24 target tokens")
+        words = shlex.split(server.lines[-2])
+        answer = subprocess.run(words, cwd=tmp_path, capture_output=True, check=True, timeout=60)
+    assert json.loads(answer.stdout)["text_output"] == speech.generate([FILE[1]])[0].text

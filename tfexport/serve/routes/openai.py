@@ -1,4 +1,4 @@
-"""Serve `/v1/completions`, `/v1/audio/transcriptions` and `/v1/embeddings` of the OpenAI API."""
+"""Serve completions, transcriptions and embeddings of the OpenAI API."""
 
 from __future__ import annotations
 
