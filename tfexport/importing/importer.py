@@ -340,7 +340,7 @@ class _Import:
         reference = proof.reference if proof else None
         if not builtin:
             shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-            check_names(shapes)
+            check_names(shapes, reads_features=reference is not None and reference.source_ids.dim() == 3)
         if self.settings:
             attributes = reference.attributes if reference else {}
             layouts = itertools.chain(builtin, drafts(tensors, reference))

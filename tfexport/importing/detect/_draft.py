@@ -16,6 +16,7 @@ from torch import Tensor
 from tfexport.errors import CheckpointError
 from tfexport.importing._buffers import is_causal_mask, is_position_table
 from tfexport.importing.detect import _keys
+from tfexport.importing.detect._front import read_front
 from tfexport.importing.detect._keys import Layers, Part, Shape
 from tfexport.importing.detect._layers import LIKELY, POSSIBLE, Choice, Layer, Reading, Style, read_layer
 from tfexport.importing.detect._outside import Outside, target_of
@@ -113,6 +114,10 @@ class _Outline:
             )
         self.dead = [key for key in extras if key not in biases]
         self.biases = Reading(tuple(f"{key} -> {owners[key]}.rel_bias.weight" for key in biases))
+        self.front: Choice = ()
+        if reference is not None and reference.source_ids.dim() == 3:
+            self.front, used = read_front(parts, self.d_model, reference.source_ids.shape[2], skip)
+            parts = [part for part in parts if part not in used]
         self.outside = Outside(parts, tensors, self.d_model, list(self.sides), reference)
 
     def _is_bias(self, key: str, shape: Shape) -> bool:
@@ -168,7 +173,7 @@ class _Outline:
             final_ones = (Reading(), Reading(ones, POSSIBLE))
         has_bias = bool(self.biases.lines)
         tables = () if outside.has_table or has_bias else self._computed_tables()
-        choices += [*outside.choices, (self.biases,), tables, self._start(), final_ones]
+        choices += [self.front, *outside.choices, (self.biases,), tables, self._start(), final_ones]
         lines = [line for choice in choices if choice for line in choice[0].lines]
         arch: dict[str, Value] = {
             "norm": "layernorm" if any(re.search(r" -> .*norm.*\.bias", line) for line in lines) else "rms",
@@ -257,6 +262,7 @@ def _layout(picked: Sequence[Reading]) -> Layout:
         name="found",
         map=compress([_bounded(line) for line in lines if not line.startswith(tuple(kinds))]),
         arch=arch,
+        features=next((one.features for one in picked if one.features), None),
         derive=derive,
         post=tuple(line.removeprefix("post ") for line in kinds["post "]),
         ignore=tuple(re.sub(r"\{.*?\}", "*", key) for one in picked for key in one.ignored),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from tfexport.importing.detect import _keys
 from tfexport.importing.detect._keys import Part, Shape
+from tfexport.nn.config import FeaturesConfig
 from tfexport.nn.switches import Value
 
 # Costs of readings; the lowest cost comes first.
@@ -28,6 +29,7 @@ class Reading:
     cost: float = LIKELY
     ignored: tuple[str, ...] = ()
     arch: Mapping[str, Value] = field(default_factory=dict)
+    features: FeaturesConfig | None = None
 
 
 Choice = tuple[Reading, ...]

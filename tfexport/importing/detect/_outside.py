@@ -37,7 +37,9 @@ class Outside:
         self.tensors, self.d_model, self.sides = tensors, d_model, sides
         self.vocab = reference.logits.shape[-1] if reference is not None and reference.logits is not None else None
         self.output = "out" if "dec" in sides else "head" if self.vocab else ""
-        self.largest_id = int(reference.source_ids.max()) if reference is not None else 0
+        self.reads_features = reference is not None and reference.source_ids.dim() == 3
+        ids = None if reference is None else reference.target_ids if self.reads_features else reference.source_ids
+        self.largest_id = 0 if ids is None else int(ids.max())
         self.skip = _keys.common(key.split(".") for key in tensors)
         self.choices: list[Choice] = []
         self.derive: list[str] = []
@@ -109,17 +111,18 @@ class Outside:
         return part.is_vector and part.weight is not None and is_norm
 
     def _embeddings(self, parts: Sequence[Part]) -> None:
-        # Equal tables under different names count as one.
-        own = {side: [part for part in parts if self._side(part) == side] for side in self.sides}
+        # Equal tables under different names count as one. An encoder of features has none.
+        sides = ["dec"] if self.reads_features else self.sides
+        own = {side: [part for part in parts if self._side(part) == side] for side in sides}
         shared: list[Part] = []
-        for part in (part for part in parts if self._side(part) is None):
-            twin = next((side for side in self.sides for other in own[side] if self._are_same(part, other)), None)
+        for part in (part for part in parts if self._side(part) not in sides):
+            twin = next((side for side in sides for other in own[side] if self._are_same(part, other)), None)
             (own[twin] if twin else shared).append(part)
-        for side in self.sides:
+        for side in sides:
             same = [part for part in own[side] if self._are_same(part, own[side][0])]
             if same:
                 self.choices.append((Reading(tuple(f"{part.weight} -> {side}.embed.weight" for part in same)),))
-        free = [side for side in self.sides if not own[side]]
+        free = [side for side in sides if not own[side]]
         if len(free) == 2 and len(shared) >= 2:
             pairs = itertools.permutations(sorted(shared, key=lambda part: part.place)[:2])
             readings = [
@@ -133,7 +136,7 @@ class Outside:
             readings = [Reading((f"{part.weight} -> {free[0]}.embed.weight",), i) for i, part in enumerate(shared)]
             self.choices.append(tuple(readings))
             free = free[1:]
-        if free and len(self.sides) == 2:
+        if free and len(sides) == 2:
             other = "enc" if free == ["dec"] else "dec"
             self.derive.append(f"derive {free[0]}.embed.weight = tie {other}.embed.weight")
 

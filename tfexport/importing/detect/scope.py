@@ -11,15 +11,14 @@ from tfexport.importing.detect import _keys
 from tfexport.importing.detect._keys import Layers, Part, Shape
 
 SUPPORTED = (
-    "tfexport imports transformers with an encoder and a decoder over token ids, and encoders of token ids, also with "
-    "a linear head"
+    "tfexport imports transformers with an encoder and a decoder, and encoders of token ids, also with a linear head"
 )
 _OWN_MODULE = "export it as your own module, see docs/guides/your-own-module.md"
 _DECODER_ONLY, _FEATURES = "a decoder-only model", "a model whose source is features"
 _CONVOLUTIONS, _EXPERTS = "a model with convolutions in its layers", "a mixture of experts"
 _REMEDIES = {
     _DECODER_ONLY: "export it with a tool for language models",
-    _FEATURES: "it cannot be exported as your own module either, because that reads token ids too",
+    _FEATURES: f"record reference outputs with features= and give --reference, or {_OWN_MODULE}",
     _CONVOLUTIONS: _OWN_MODULE,
     _EXPERTS: _OWN_MODULE,
 }
@@ -53,11 +52,14 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise _out_of_scope("config.json", kind, f"it has {key}")
 
 
-def check_names(shapes: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError if names and shapes show an unsupported architecture."""
-    if sign := next(_signs(shapes), None):
-        kind, key = sign
-        raise _out_of_scope("checkpoint", kind, f"{key[:120]} {list(shapes[key])}")
+def check_names(shapes: Mapping[str, Shape], *, reads_features: bool = False) -> None:
+    """Raise CheckpointError if names and shapes show an unsupported architecture.
+
+    With `reads_features`, reference outputs for features show how the checkpoint reads them.
+    """
+    for kind, key in _signs(shapes):
+        if not reads_features or kind not in (_FEATURES, _CONVOLUTIONS):
+            raise _out_of_scope("checkpoint", kind, f"{key[:120]} {list(shapes[key])}")
 
 
 def _out_of_scope(subject: str, kind: str, evidence: str) -> CheckpointError:

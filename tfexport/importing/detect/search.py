@@ -184,7 +184,8 @@ class _Searcher:
     ) -> None:
         self.tensors, self.reference, self.budget, self.settings = tensors, reference, budget, settings
         self.first = _first_position(reference)
-        self.is_single = self.first.source_ids.shape[1] == 1
+        # The shortest features are recorded so that they become one position.
+        self.is_single = self.first.source_ids.shape[1] == 1 or self.first.source_ids.dim() == 3
         self.refused = ""
 
     def run(self, layouts: Iterable[Layout], report: Callable[[str], None], *, as_written: bool = False) -> Search:

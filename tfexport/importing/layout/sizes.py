@@ -265,8 +265,10 @@ def _with_heads(stack: StackConfig, heads: int, d_model: int) -> StackConfig:
 
 def with_switches(layout: Layout, switches: Switches) -> Layout:
     """Return a layout with other switches, without those that equal the default."""
+    # The values that a draft gives to one side are not searched.
+    own = {name: value for name, value in layout.arch.items() if name.rpartition(".")[2] in REPLACEABLE and "." in name}
     layout = override(layout, switches)
-    arch = dict(layout.arch)
+    arch = {**layout.arch, **own}
     for name, switch in SWITCHES.items():
         sides = [f"{side}.{name}" for side in SIDES]
         of_sides = [arch[side] for side in sides if side in arch]

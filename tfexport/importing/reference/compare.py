@@ -111,8 +111,18 @@ def source_positions(config: TransformerConfig, length: int) -> int:
 def check_fits(config: TransformerConfig, reference: ReferenceOutputs) -> None:
     """Raise a ParityError if the recorded ids or outputs do not fit a model."""
     problems = []
+    sources: list[tuple[str, Tensor | None, int, int]] = [
+        ("source", reference.source_ids, config.source_vocab, config.max_source_length)
+    ]
+    if reference.source_ids.dim() == 3:
+        sources, dim = [], reference.source_ids.shape[2]
+        if config.features is None or config.features.dim != dim:
+            expects = f"{config.features.dim} features" if config.features else "token ids"
+            problems.append(f"the source has {dim} features, the model reads {expects}")
+        elif (positions := source_positions(config, reference.source_ids.shape[1])) > config.max_source_length:
+            problems.append(f"{positions} source positions, the model accepts {config.max_source_length}")
     for side, ids, vocab, length in (
-        ("source", reference.source_ids, config.source_vocab, config.max_source_length),
+        *sources,
         ("target", reference.target_ids, config.target_vocab or 0, config.max_target_length or 0),
     ):
         rows = [row.source_ids if side == "source" else row.target_ids for row in reference.long]

@@ -87,7 +87,7 @@ class FrameRange(NamedTuple):
 
 
 def record_rows(
-    run: Run, sides: Sequence[IdRange], generator: torch.Generator, first_target: int | None = None
+    run: Run, sides: Sequence[IdRange | FrameRange], generator: torch.Generator, first_target: int | None = None
 ) -> tuple[tuple[LongRow, ...], str | None]:
     """Run rows of growing length, up to the longest that the model accepts.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tfexport.errors import CheckpointError, raised_by
 
+_MAX_LEAST = 64  # frames to try
 _CAUSAL = 1e-4  # largest difference that float32 may cause between runs that should be equal
 
 
@@ -27,7 +28,7 @@ class Original:
     @torch.no_grad()
     def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
         """Return the outputs for the inputs, or for other targets, by name."""
-        source = (self.inputs["source_ids"], self.inputs["source_mask"])
+        source = (_wide(self.inputs["source_ids"]), self.inputs["source_mask"])
         if self.target_vocab is None:
             outputs = _outputs("forward", self.forward, model, source, self.num_labels)
             if self.num_labels is None:
@@ -43,7 +44,8 @@ class Original:
     @torch.no_grad()
     def run_row(self, model: nn.Module, source_ids: Tensor, *target_ids: Tensor) -> Tensor:
         """Return the outputs for one row without padding."""
-        return self.forward(model, source_ids, torch.ones(source_ids.shape[:2], dtype=torch.bool), *target_ids)
+        mask = torch.ones(source_ids.shape[:2], dtype=torch.bool)
+        return self.forward(model, _wide(source_ids), mask, *target_ids)
 
     def check(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
         """Raise if outputs differ between runs or depend on later tokens."""
@@ -67,7 +69,7 @@ class Original:
         source_ids, mask, *targets = (self.inputs[name][1:2] for name in self.inputs if name != "target_mask")
         keep, length = self.inputs.get("target_mask", self.inputs["source_mask"])[1], int(mask.sum())
         try:
-            alone = self.forward(model, source_ids[:, :length], mask[:, :length], *targets)[0]
+            alone = self.forward(model, _wide(source_ids[:, :length]), mask[:, :length], *targets)[0]
         except Exception:  # noqa: BLE001 - a model of one length refuses others with any error
             return
         if float((alone - result[1, : len(alone)])[keep[: len(alone)]].abs().max()) > _CAUSAL:
@@ -128,6 +130,27 @@ def _outputs(
         remedy = "reshape it" if width else "reshape it, or give num_labels for a head"
         raise CheckpointError(f"returns {got}, expected {expected}", subject=f"reference: {name}", remedy=remedy)
     return result.detach().double().cpu().clone()
+
+
+def _wide(source: Tensor) -> Tensor:
+    """Return features as float64, and ids as they are."""
+    return source.double() if source.is_floating_point() else source
+
+
+@torch.no_grad()
+def least_frames(forward: Callable[..., object], model: nn.Module, dim: int, target_ids: Tensor) -> int:
+    """Return the smallest number of frames that a model takes, which is one position."""
+    wide = copied(model).double()
+    for frames in range(1, _MAX_LEAST + 1):
+        features = torch.zeros(1, frames, dim, dtype=torch.float64)
+        try:
+            forward(wide, features, torch.ones(1, frames, dtype=torch.bool), target_ids)
+        except Exception as error:  # noqa: BLE001 - a model refuses too few frames with any error
+            refused = raised_by(error)
+        else:
+            return frames
+    problem = f"forward fails for 1 to {_MAX_LEAST} frames of {dim} features ({refused})"
+    raise CheckpointError(problem, subject="reference", remedy="correct its arguments or the number of features")
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
@@ -28,11 +28,21 @@ from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.contract import Head
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing._files import snapshot, tensor_problems
-from tfexport.importing.reference.lengths import LENGTHS, LONG, IdRange, LongRow, read_rows, record_rows, write_rows
-from tfexport.importing.reference.original import Original, copied, hidden_tables
+from tfexport.importing.reference.lengths import (
+    LENGTHS,
+    LONG,
+    FrameRange,
+    IdRange,
+    LongRow,
+    read_rows,
+    record_rows,
+    write_rows,
+)
+from tfexport.importing.reference.original import Original, copied, hidden_tables, least_frames
 from tfexport.importing.reference.texts import RecordedTexts, record_texts
 from tfexport.importing.reference.weights import randomize, tensor_sums
 from tfexport.nn.eager import to_float64
+from tfexport.sources import FeatureSource
 from tfexport.text.config import TextConfig
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
@@ -121,8 +131,6 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
     )
     # The file format does not keep the order of the state dict.
     order = metadata.get("state_order", "").split("\n")
-    if tensors["source_ids"].dim() == 3:
-        raise CheckpointError(f"{path}: source_ids are features, expected token ids; record it again")
     try:
         fields: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
         return ReferenceOutputs(
@@ -143,7 +151,8 @@ def record_reference(
     forward: Callable[..., Tensor],
     path: Path | str,
     *,
-    source_vocab: int,
+    source_vocab: int | None = None,
+    features: int | None = None,
     target_vocab: int | None = None,
     num_labels: int | None = None,
     heads: int | None = None,
@@ -176,7 +185,9 @@ def record_reference(
             it is called without `target_ids` and returns states [batch, source_len, d_model], or the logits of a head:
             [batch, num_labels], or [batch, source_len, num_labels].
         path: file to write.
-        source_vocab: number of source ids.
+        source_vocab: number of source ids, if the encoder reads ids.
+        features: number of features of a frame, if the encoder reads features, which `forward` gets as float64 [batch,
+            frames, features] with the mask of the frames. Needs `target_vocab`; `encode` and `texts` are not compared.
         target_vocab: number of target ids; None for an encoder-only model.
         num_labels: number of labels of an encoder-only model with a head, if `forward` returns its logits.
         heads: number of attention heads, which shapes do not show.
@@ -186,7 +197,7 @@ def record_reference(
         end: id that ends a target; None takes that of `texts`.
         encode: called as `encode(model, source_ids, source_mask)`; returns the states of the encoder, [batch,
             source_len, d_model]. With them, a failed import reports which side is wrong.
-        source_len: length of the longest source in the three rows.
+        source_len: length of the longest source in the three rows; 4 times as many frames of features.
         target_len: length of the longest target in the three rows.
         max_source_len: length of the longest source to try in single rows.
         max_target_len: length of the longest target to try in single rows.
@@ -208,6 +219,10 @@ def record_reference(
     wrong = [f"{name} is {shortened(value)}" for name, value, kind in kinds if not isinstance(value, kind)]
     raise_all(CheckpointError, "reference", wrong, remedy="give a torch.nn.Module, and RecordedTexts or None")
     tokens = _tokens(pad_source, start, end, texts)
+    if features is not None and (target_vocab is None or encode is not None or texts is not None):
+        raise CheckpointError("reference: features need target_vocab, and neither encode nor texts")
+    if (source_vocab is None) == (features is None):
+        raise CheckpointError("reference: source_vocab and features are both given or missing; give one of them")
     sizes = (("source_vocab", source_vocab), ("target_vocab", target_vocab), ("heads", heads))
     ids = [("pad_source", pad_source, source_vocab), ("pad_target", pad_target, target_vocab)]
     ids += [("start", tokens.get("start"), target_vocab), ("end", tokens.get("eos"), target_vocab)]
@@ -222,12 +237,19 @@ def record_reference(
     pad_source = pad_source or 0
     pad_target = pad_source if pad_target is None else pad_target
     generator = torch.Generator().manual_seed(seed)
-    source_ids, source_mask = draw_batch(source_vocab, source_len, pad_source, generator)
-    inputs = {"source_ids": source_ids, "source_mask": source_mask}
-    if target_vocab is not None:
-        inputs["target_ids"], inputs["target_mask"] = draw_batch(target_vocab, target_len, pad_target, generator)
-    original = Original(forward, encode, inputs, target_vocab, num_labels)
     randomized, own = copied(model), copied(model)
+    targets = dict[str, Tensor]()
+    source = IdRange(source_vocab or 3, pad_source, source_len, max_source_len)
+    drawn = draw_batch(source.vocab, source_len, pad_source, generator)
+    if target_vocab is not None:
+        targets["target_ids"], targets["target_mask"] = draw_batch(target_vocab, target_len, pad_target, generator)
+    sides: list[IdRange | FrameRange] = [source]
+    if features is not None:
+        sides = [FrameRange(FeatureSource(dim=features), 4 * source_len, max_source_len)]
+        fewest = least_frames(forward, randomized, features, targets["target_ids"][:1])
+        drawn = draw_frames(features, [4 * source_len, 2 * source_len + 1, fewest], generator)
+    inputs = {"source_ids": drawn[0], "source_mask": drawn[1], **targets}
+    original = Original(forward, encode, inputs, target_vocab, num_labels)
     randomize(randomized, generator)
     state = {
         name: value.detach().clone() for name, value in randomized.state_dict().items() if isinstance(value, Tensor)
@@ -237,7 +259,6 @@ def record_reference(
     to_float64(own)
     results = original.run(randomized)
     original.check(randomized, results, pad_target)
-    sides = [IdRange(source_vocab, pad_source, source_len, max_source_len)]
     first_target = None
     if target_vocab is not None:
         sides.append(IdRange(target_vocab, pad_target, target_len, max_target_len))
@@ -248,13 +269,13 @@ def record_reference(
         **inputs,
         **results,
         heads=heads,
-        pad_source=pad_source,
+        pad_source=None if source_vocab is None else pad_source,
         pad_target=pad_target if target_vocab is not None else None,
         baseline=baseline,
         state=state,
         attributes=attributes,
         real=original.run(own),
-        text=None if texts is None else record_texts(own, forward, texts, source_vocab, target_vocab),
+        text=record_texts(own, forward, texts, source_vocab, target_vocab) if texts and source_vocab else None,
         tokens=tokens,
         weights=tensor_sums(model.state_dict()),
         long=long,
@@ -324,6 +345,12 @@ def draw_batch(vocab: int, length: int, pad: int, generator: torch.Generator) ->
     keep = torch.arange(length)[None] < lengths[:, None]
     ids = IdRange(vocab, pad, length, length).draw((3, length), generator)
     return torch.where(keep, ids, pad), keep
+
+
+def draw_frames(dim: int, lengths: Sequence[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw features float32 [rows, frames, dim], 0 at padding, and their mask."""
+    keep = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+    return torch.randn((*keep.shape, dim), generator=generator) * keep[:, :, None], keep
 
 
 def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
