@@ -38,8 +38,8 @@ def trained() -> Transformer:
         embedding_scale=32**0.5,
     )
     model, kind = Transformer(config).train(), model_spec(config, "fp32").source
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    for _ in range(200):
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(120):
         names = torch.randint(ID["Ada"], ID["Finn"] + 1, (2, 64))
         one, two = torch.where(torch.rand(2, 64) < 0.4, UNK, names)
         day = torch.randint(ID["Monday"], ID["Friday"] + 1, (64,))

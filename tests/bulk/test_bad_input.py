@@ -42,7 +42,7 @@ SMALL = BulkConfig(rows_per_part=4, batch_size=3)
         ("in.csv", b'text,output\n1,2\n', "in.csv already has the column output"),
         ("in.txt", b"x" * 70_000_000, "line 1 has more than 67108864 bytes"),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: str(value[:30]),
 )  # fmt: skip
 def test_a_broken_file_is_refused(name: str, data: bytes, message: str, model: Model, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)
