@@ -27,8 +27,8 @@ from tfexport.text.vocabulary import BEYOND, errors_as, try_tokenizer
 # A model has more ids than texts use: languages, sentinels, and padding to a multiple.
 _PADDING = 256
 _REFUSED_COVERAGE, _WARNED_COVERAGE = 0.5, 0.9
-# Language tokens of M2M100, mBART and NLLB: __en__, en_XX, eng_Latn.
-_LANGUAGE = re.compile(r"__[a-z]{2,3}__|[a-z]{2,3}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3}")
+# Language tokens of M2M100, mBART, NLLB and Speech2Text: __en__, en_XX, eng_Latn, <lang:en>.
+_LANGUAGE = re.compile(r"__[a-z]{2,3}__|[a-z]{2,3}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3}|<lang:[a-z]{2}>")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def import_text(
     notes = [*filter(None, warnings), *splits, *languages, *notes]
     if recorded:
         notes.append(f"the tokenizer and your code agree on ids and texts for {len(text.samples)} recorded texts")
-    elif spec.has_decoder and not tokenizer.ends_sources:
+    elif spec.source_vocab and spec.has_decoder and not tokenizer.ends_sources:
         eos = tokenizer.eos
         notes.append(f"warning: sources do not end with {eos}; if they did in training, give --source-suffix {eos}")
     if not has_own_weights:
@@ -196,7 +196,7 @@ def _choose_languages(files: dict[str, bytes], tokenizers: Tokenizers) -> tuple[
 
 def _language_id(inner: Inner, language: str, option: str) -> int:
     added = {token.content: i for i, token in inner.get_added_tokens_decoder().items()}
-    for token in (language, f"__{language}__"):
+    for token in (language, f"__{language}__", f"<lang:{language}>"):
         if token in added:
             return added[token]
     names = sorted(token for token in added if _LANGUAGE.fullmatch(token) or token.startswith(">>"))

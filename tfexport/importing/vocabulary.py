@@ -119,7 +119,7 @@ def _vocabularies(name: str, data: Any, depth: int) -> Iterator[tuple[str, bool,
 
 def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
     """Return the name and the size of a side's vocabulary."""
-    if side == "target" and spec.has_decoder:
+    if spec.has_decoder and (side == "target" or not spec.source_vocab):
         return "target_vocab", spec.vocab
     return "source_vocab", spec.source_vocab
 
@@ -283,7 +283,8 @@ def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: st
     inner = _split_like(proto, [(name, own.get(name, 0.0)) for name in names], list(own.items()), unk)
     inner.decoder = decoders.Sequence([decoders.Replace(_HIDDEN, ""), inner.decoder])
     inner.add_special_tokens([token for token in special if token in ids])
-    inner.add_tokens([*whole, *(piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED)])
+    defined = (piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED)
+    inner.add_tokens([*whole, *(piece for piece in defined if piece not in special)])
     return inner
 
 

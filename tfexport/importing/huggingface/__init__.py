@@ -153,7 +153,7 @@ def read_settings(
             front = family.features(reader)
         except ConfigError as error:
             reader.problems += error.problems
-    raise_all(CheckpointError, "config.json", reader.problems)
+    raise_all(CheckpointError, "config.json", list(dict.fromkeys(reader.problems)))
     return found, front
 
 

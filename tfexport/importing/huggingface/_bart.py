@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, decoders
 from tokenizers import Tokenizer as Inner
 
 from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
 from tfexport.contract import ModelSpec
 from tfexport.errors import shortened
 from tfexport.importing.huggingface import Family, Reader
-from tfexport.importing.huggingface.tokenizer import need_transformers, read_ids, read_json_object, surround
+from tfexport.importing.huggingface.tokenizer import need_transformers, read_ids, read_json_object, stripped, surround
 from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, tokenizer_error, with_ids
 from tfexport.nn.switches import Value
 
@@ -63,17 +62,9 @@ def _convert_marian(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
         # A source begins with its target language if a model has several.
         languages = [token for token in own if token.startswith(">>") and token.endswith("<<")]
         proto = read_sentencepiece(directory / spm)
-        files[name] = _stripped(with_ids(proto, own, ("<pad>", "</s>", "<unk>"), "<unk>", whole=languages))
+        files[name] = stripped(with_ids(proto, own, ("<pad>", "</s>", "<unk>"), "<unk>", whole=languages))
     surround(files[TOKENIZER], (), (spec.tokens.eos,))
     return files
-
-
-def _stripped(inner: Inner) -> Inner:
-    """Remove spaces around decoded texts, as the tokenizers of Marian and M2M100 do."""
-    # The library's own Strip panics at an empty text.
-    strip = decoders.Replace(Regex(r"\A +| +\z"), "")
-    inner.decoder = decoders.Sequence([inner.decoder, decoders.Fuse(), strip])
-    return inner
 
 
 def _convert_m2m100(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
@@ -98,7 +89,7 @@ def _convert_m2m100(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
         source = settings.get("src_lang") or "eng_Latn"
     inner = with_ids(proto, {**ids, **added}, ("<s>", "<pad>", "</s>", "<unk>", *added), "<unk>")
     if (directory / "vocab.json").is_file():
-        inner = _stripped(inner)
+        inner = stripped(inner)
     if not isinstance(source, str) or source not in added:
         problem = f"src_lang is {shortened(source)}, expected one of {', '.join(added)}"
         raise tokenizer_error(directory, f"{problem}")

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, normalizers
+
+from tfexport._arguments import is_whole
+from tfexport._io.names import TOKENIZER
+from tfexport.contract import ModelSpec
 from tfexport.errors import shortened
 from tfexport.importing.huggingface import Family, Reader
+from tfexport.importing.huggingface.tokenizer import SETTINGS, read_ids, read_json_object, stripped
+from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, with_ids
 from tfexport.nn.config import ConvolutionConfig, FeaturesConfig
 from tfexport.nn.switches import Value
 
@@ -19,6 +28,7 @@ _SPEECH2TEXT = {
     "scale_embedding": True,
     "d_model": 256,
     "pad_token_id": 1,
+    "decoder_start_token_id": 2,
     "max_source_positions": 6000,
     "max_target_positions": 1024,
     "conv_kernel_sizes": (5, 5),
@@ -41,8 +51,9 @@ _MOONSHINE = {
 def _speech2text(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
     for side in ("encoder", "decoder"):
         reader.check_layers(f"{side}_layers", side, keys)
-    if not reader.whole("pad_token_id"):
-        reader.problems.append("pad_token_id is 0, expected another id: transformers gives no frame a position then")
+    start, pad = reader.config["decoder_start_token_id"], reader.config["pad_token_id"]
+    if not is_whole(pad) or pad in (0, start):  # transformers gives frames or the start token no position then
+        reader.problems.append(f"pad_token_id is {shortened(pad)}, expected neither 0 nor decoder_start_token_id")
     return {
         **reader.activation("activation_function", reader.config["activation_function"]),
         "embedding_scale": "sqrt(d_model)" if reader.config["scale_embedding"] else 1.0,
@@ -67,6 +78,20 @@ def _filter_banks(reader: Reader) -> FeaturesConfig | None:
         ),
         projection=False,
     )
+
+
+def _convert(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
+    settings, ids = read_json_object(directory / SETTINGS), read_ids(directory / "vocab.json")
+    languages = [token for token in ids if token.startswith("<lang:")] if settings.get("lang_codes") else []
+    special = ("<s>", "<pad>", "</s>", "<unk>", *languages)
+    inner = stripped(with_ids(read_sentencepiece(directory / SPM_BPE), ids, special, "<unk>"))
+    if settings.get("do_lower_case"):
+        others = [inner.normalizer] if inner.normalizer else []
+        inner.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+    if settings.get("do_upper_case"):
+        letters = sorted({letter for token in ids for letter in token if letter != letter.upper()})
+        inner.decoder = decoders.Sequence([inner.decoder, *(decoders.Replace(a, a.upper()) for a in letters)])
+    return {TOKENIZER: inner}
 
 
 def _moonshine(reader: Reader, keys: Collection[str]) -> dict[str, Value]:
@@ -113,12 +138,13 @@ FAMILIES = (
         _SPEECH2TEXT,
         unused=("model.*coder.embed_positions.weights",),
         features=_filter_banks,
+        convert=_convert,
     ),
     Family(
         "moonshine",
         lambda _: "hf_moonshine",
         _moonshine,
-        ("PreTrainedTokenizer",),
+        ("PreTrainedTokenizerFast",),
         _MOONSHINE,
         head="proj_out.weight",
         features=_waveform,

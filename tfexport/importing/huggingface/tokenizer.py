@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Regex, decoders, normalizers, processors
 from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, normalizers, processors
 
 from tfexport._io.extras import install_command
 from tfexport._io.names import CONFIG, TOKENIZER
@@ -137,6 +137,14 @@ def surround(inner: Inner, before: Sequence[int], after: Sequence[int]) -> None:
     inner.post_processor = processors.TemplateProcessing(
         single=single, special_tokens=[(token, i) for i, token in tokens.items()]
     )
+
+
+def stripped(inner: Inner) -> Inner:
+    """Remove spaces around decoded texts, as several tokenizers of transformers do."""
+    # The library's own Strip panics at an empty text.
+    strip = decoders.Replace(Regex(r"\A +| +\z"), "")
+    inner.decoder = decoders.Sequence([inner.decoder, decoders.Fuse(), strip])
+    return inner
 
 
 def read_ids(path: Path) -> dict[str, int]:
