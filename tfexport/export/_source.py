@@ -20,6 +20,7 @@ from tfexport.errors import ConfigError, raise_all
 from tfexport.export.config import ExportConfig
 from tfexport.generation import GenerationDefaults
 from tfexport.importing.own_module import OwnModule, is_own_module, load_own_module
+from tfexport.importing.preprocessing import compare_processor
 from tfexport.importing.reference.texts import record_texts
 from tfexport.importing.text import import_text
 from tfexport.nn.config import TransformerConfig, model_spec
@@ -137,7 +138,12 @@ def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source
     files = {name: raw for name, raw in text.files.items() if name != TEXT}
     if own.processor is not None:
         raise_all(ConfigError, "processor", own.processor.problems_for(own.spec))
-        files[PROCESSOR] = render(own.processor.to_dict())
+        processor = own.processor
+        if own.preprocess is not None:
+            report("comparing the processor with your own code")
+            compared = compare_processor(processor, own.preprocess, "the author's own code", "processor")
+            processor = dataclasses.replace(processor, compared=compared)
+        files[PROCESSOR] = render(processor.to_dict())
     generation = {**own.generation.given(), **text.generation}
     return Source(
         model=model,

@@ -21,6 +21,7 @@ from tfexport.bundle.status import LOOP, MODULE, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, TfexportError, raise_all, raised_by, shortened
 from tfexport.generation import GenerationDefaults
+from tfexport.importing.preprocessing import Preprocess
 from tfexport.importing.reference.texts import RecordedTexts
 from tfexport.importing.reference.weights import joint_sum, tensor_sums
 from tfexport.importing.text import Tokenizers
@@ -45,6 +46,8 @@ class OwnModule:
         around: ids to add around a text, if the texts do not show them. Its samples are ignored.
         processor: turns audio or images into the features that the module reads; None for token ids, and if callers
             pass features.
+        preprocess: your own code that computes the features, to compare the processor with: `preprocess(samples, rate)`
+            takes float32 [samples], or `preprocess(image, None)` uint8 [height, width, 3], and returns an array.
         generation: generation defaults of the bundle.
         generate: your own greedy loop, to compare with: `generate(module, source, max_new_tokens)` takes a list of ids,
             or an array of features or pixels, and returns the new ids, with or without start and end.
@@ -57,6 +60,7 @@ class OwnModule:
     texts: RecordedTexts | None = None
     around: TextConfig = field(default_factory=TextConfig)
     processor: ProcessorConfig | None = None
+    preprocess: Preprocess | None = None
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     generate: Callable[[nn.Module, Any, int], Any] | None = None
 
@@ -85,6 +89,8 @@ class OwnModule:
             problems.append(f"{others[0][:120]} is not float32 on the CPU; give module.float().cpu()")
         if self.generate is not None and not self.spec.has_decoder:
             problems.append("generate is given, but the spec has no decoder; leave it out")
+        if self.preprocess is not None and self.processor is None:
+            problems.append("preprocess is given, but no processor to compare with it; give one, or leave it out")
         if self.texts is not None and self.tokenizers is None:
             problems.append("texts are given, but no tokenizers to compare with them; give tokenizers=Tokenizers(PATH)")
         if self.texts is not None and self.spec.has_decoder:

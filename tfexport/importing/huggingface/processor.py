@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.bundle.processor import Comparison, ProcessorConfig
 from tfexport.contract import ModelSpec
-from tfexport.errors import BackendError, CheckpointError, ConfigError, ParityError, raise_all, shortened
+from tfexport.errors import BackendError, CheckpointError, ConfigError, raise_all, raised_by, shortened
 from tfexport.features.config import AudioConfig, FeatureConfig, ImageConfig
 from tfexport.importing.huggingface.tokenizer import need_transformers, read_json_object
+from tfexport.importing.preprocessing import compare_processor
 
 PREPROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"
-_TOLERANCE, _INPUTS = 1e-4, 32
-
 _Settings = Mapping[str, Any]
 _RESAMPLE: Mapping[int, Any] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # the numbers of Pillow
 _TYPES: dict[type, tuple[Any, str]] = {
@@ -109,48 +107,24 @@ def _nested(settings: _Settings) -> Any:
 
 
 def _compared(directory: Path, config: ProcessorConfig, name: str) -> Comparison:
-    transformers = need_transformers(directory)
+    transformers, audio = need_transformers(directory), config.audio
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    audio, errors = config.audio, list[float]()
+    kind = transformers.AutoFeatureExtractor if audio else transformers.AutoImageProcessor
     try:
-        if audio is not None:
-            theirs = transformers.AutoFeatureExtractor.from_pretrained(directory, **local)
-        else:
-            theirs = transformers.AutoImageProcessor.from_pretrained(directory, **local, backend="pil")
-        for value in _signals(audio) if audio else _pictures():
-            rate = {"sampling_rate": audio.rate} if audio else {}
-            expected = theirs(value, **rate, return_tensors="np")[theirs.model_input_names[0]][0]
-            found = config.processor.extract(value, rate=audio.rate if audio else None)
-            expected = expected.T if audio and audio.kind == "log_mel" else expected.reshape(found.shape)
-            errors.append(float(np.abs(found - expected).max()))
+        theirs = kind.from_pretrained(directory, **local, **({} if audio else {"backend": "pil"}))
     except Exception as error:
-        raise BackendError(f"transformers cannot run it ({type(error).__name__}: {str(error)[:300]})") from error
-    original = f"{type(theirs).__name__} of transformers {transformers.__version__}"
-    if not max(errors) <= _TOLERANCE:
-        problem = f"differs from {original} by {max(errors):.1e}, expected at most {_TOLERANCE:.0e}"
-        raise ParityError(problem, subject=name, remedy="import it without this file and compute the features yourself")
-    return Comparison(original=original, inputs=len(errors), largest_error=max(errors))
+        raise BackendError(f"transformers cannot read it ({raised_by(error)})") from error
 
+    def original(value: NDArray[Any], rate: int | None) -> NDArray[Any]:
+        options = {"sampling_rate": rate} if audio else {}
+        found: NDArray[Any] = theirs(value, **options, return_tensors="np")[theirs.model_input_names[0]][0]
+        if audio and audio.kind == "waveform":
+            return found[:, None]
+        return found.T if audio and audio.kind == "log_mel" else found
 
-def _signals(config: AudioConfig) -> Iterator[NDArray[np.float32]]:
-    """Yield signals like voices in noise, float32 [samples], of 0.05 to 3 s."""
-    rng = np.random.default_rng(0)
-    for _ in range(_INPUTS):
-        size = int(config.rate * min(rng.uniform(0.05, 3.0), config.max_seconds))
-        time = np.arange(size) / config.rate
-        phase = 2 * np.pi * rng.uniform(80, 400) * time
-        voice = sum(np.sin(k * phase) / k for k in range(1, 12)) * np.sin(20 * time) ** 2
-        # Noise in every band, because transformers may compute in float32, which rounds silence.
-        yield (0.1 * voice + rng.choice([0.003, 0.03, 0.1]) * rng.normal(size=size)).astype(np.float32)
-
-
-def _pictures() -> Iterator[NDArray[np.uint8]]:
-    """Yield smooth and noisy images, uint8 [height, width, 3]."""
-    rng = np.random.default_rng(0)
-    for number in range(_INPUTS):
-        height, width = rng.integers(16, 400, 2)
-        image = rng.integers(0, 256, (height, width, 3))
-        yield (image.cumsum(1) // np.arange(1, width + 1)[:, None] if number % 2 else image).astype(np.uint8)
+    return compare_processor(
+        config, original, f"{type(theirs).__name__} of transformers {transformers.__version__}", name
+    )
 
 
 def _type_problems(given: _Settings, defaults: _Settings) -> Iterator[str]:
