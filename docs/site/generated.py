@@ -107,9 +107,10 @@ def _http() -> Iterator[str]:
     yield "| endpoint | body | meaning |\n|---|---|---|"
     for path, methods in api["paths"].items():
         for method, about in methods.items():
-            content = about.get("requestBody", {}).get("content", {}).get("application/json", {})
+            contents = about.get("requestBody", {}).get("content", {}).values()
+            body = " or ".join(_type(content["schema"]) for content in contents)
             meaning = about.get("description", "").replace("\n", " ")
-            yield f"| `{method.upper()} {path}` | {_type(content.get('schema', {}))} | {meaning} |"
+            yield f"| `{method.upper()} {path}` | {body} | {meaning} |"
     for name, schema in api["components"]["schemas"].items():
         yield f"\n### {name}\n\n{schema.get('description', '')}\n\n| key | type | default | meaning |"
         yield "|---|---|---|---|"
@@ -127,4 +128,5 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(_type(one) for one in schema["anyOf"])
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
-    return str(schema.get("type", ""))
+    kind = str(schema.get("type", ""))
+    return str(schema.get("title", kind)) if kind == "object" else kind

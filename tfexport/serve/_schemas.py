@@ -6,6 +6,7 @@ import math
 import struct
 import types
 import typing
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -20,7 +21,7 @@ from tfexport import config
 from tfexport.errors import shortened
 from tfexport.generation import DecodeConfig
 from tfexport.serve.config import MAX_S
-from tfexport.serve.inference import OUTPUTS, InvalidRequestError, Source, Tensor, check_finite, texts
+from tfexport.serve.inference import ARRAYS, FILE, OUTPUTS, InvalidRequestError, Source, Tensor, check_finite, texts
 
 JSON, FORM, BYTES = "application/json", "application/x-www-form-urlencoded", "application/octet-stream"
 FILES = "multipart/form-data"
@@ -177,11 +178,15 @@ class GenerateForm(Body):
 
     file: bytes = Field(description="Audio or an image.")
     id: str | None = Field(default=None, description="Returned in the response.")
-    parameters: Json[Parameters] = Field(Parameters(), description="Options, as JSON.")  # type: ignore[valid-type]
+    parameters: Json[Parameters] = Field(default_factory=Parameters, description="Options, as JSON.")  # type: ignore[valid-type]
 
     @property
     def source(self) -> bytes:
         return self.file
+
+
+FORM_SCHEMA = GenerateForm.model_json_schema(ref_template="#/components/schemas/{model}")
+del FORM_SCHEMA["$defs"]
 
 
 class AlignRequest(Sourced):
@@ -248,28 +253,36 @@ class Input(Body):
         name, size = shortened(self.name)[1:-1], self.parameters.binary_data_size
         if size is not None and size > len(binary):
             raise InvalidRequestError(f"input {name}: binary_data_size is {size}, but {len(binary)} bytes remain")
+        if size is None and self.name == FILE:
+            raise InvalidRequestError(f"input {name} is JSON, expected binary data")
         values = self._from_json(name) if size is None else self._from_bytes(name, binary[:size])
         if len(values) != math.prod(self.shape):
             raise InvalidRequestError(f"input {name} has {len(values)} values, its shape is {self.shape}")
+        if isinstance(values, memoryview):
+            values = values.cast("B").cast("f", self.shape)
         return Tensor(self.name, self.datatype, tuple(self.shape), values)
 
-    def _from_json(self, name: str) -> list[Any]:
+    def _from_json(self, name: str) -> Sequence[Any]:
         values = [self.data]
         for _ in self.shape:
             values = [value for part in values for value in (part if isinstance(part, list) else [part])]
         try:
-            return _VALUES[self.datatype].validate_python(values, strict=True)
+            found = _VALUES[self.datatype].validate_python(values, strict=True)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]["input"]
             raise InvalidRequestError(f"input {name} has {shortened(wrong)}, expected {self.datatype}") from error
+        return memoryview(array("f", found)) if self.name in ARRAYS and self.datatype == "FP32" else found
 
-    def _from_bytes(self, name: str, binary: memoryview) -> list[Any]:
+    def _from_bytes(self, name: str, binary: memoryview) -> Sequence[Any]:
         if self.datatype == "BYTES":
-            return texts(name, _parts(name, binary))
+            parts = _parts(name, binary)
+            return list(parts) if self.name == FILE else texts(name, parts)
         code = FORMATS[self.datatype]
         number, rest = divmod(len(binary), struct.calcsize("<" + code))
         if rest:
             raise InvalidRequestError(f"input {name}: {len(binary)} bytes are not a whole number of {self.datatype}")
+        if self.name in ARRAYS and code == "f":
+            return binary.cast("f")
         values = list(struct.unpack(f"<{number}{code}", binary))
         check_finite(name, values)
         return values
@@ -315,7 +328,8 @@ class Output(Body):
 class InferRequest(Body):
     """Sources as tensors: text_input, or input_ids with input_lengths.
 
-    The prefix and the options may be parameters or tensors.
+    For audio and images: features or pixels of one source, or file_input as binary data. The prefix and the options may
+    be parameters or tensors.
     """
 
     media_types = (JSON, BYTES, "")

@@ -19,12 +19,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tfexport.errors import TfexportError, printable, shortened
+from tfexport.errors import InputError, TfexportError, printable, shortened
 from tfexport.serve._schemas import FILES, Body, form_of
 from tfexport.serve._served import outcome_of
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.inference import InvalidRequestError, Submitted, bounded
+from tfexport.serve.inference import InvalidRequestError, Submitted, bounded, numbered
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
 
@@ -79,6 +79,11 @@ class Service:
             with self.count_refusals(name):
                 raise unavailable(f"model {name} is loading; try again later")
         return engine
+
+    def reads_files(self, name: str) -> bool:
+        """Return whether a loaded model reads audio or images."""
+        engine = self.engines[name]
+        return engine.state != "starting" and engine.model.reads != "text"
 
     def check_number(self, what: str, number: int) -> None:
         """Raise `RequestError` if there are no texts or too many."""
@@ -141,12 +146,16 @@ async def _read(request: Request, service: Service, body_type: type[Body], name:
             raise _closing(415, f"Content-Type is {shortened(media_type)}, expected {body_type.media_types[0]}")
         if media_type == FILES:
             return body_type.parse_form(await _read_form(request, service.config))
-        raw = b"".join([chunk async for chunk in _chunks(request, service.config.max_body_bytes)])
-        json_length = None
-        if (length := request.headers.get(JSON_LENGTH)) is not None:
+        length, limit, json_length = request.headers.get(JSON_LENGTH), service.config.max_body_bytes, None
+        is_large = length is not None and name is not None and service.reads_files(name)
+        body_limit = service.config.max_upload_bytes if is_large else limit
+        raw = b"".join([chunk async for chunk in _chunks(request, body_limit)])
+        if length is not None:
             if not (length.isascii() and length.isdigit()) or len(length) > 12 or int(length) > len(raw):
                 raise RequestError(400, f"{JSON_LENGTH} is {shortened(length)}, expected a number up to {len(raw)}")
             json_length = int(length)
+            if json_length > limit:
+                raise RequestError(413, f"the JSON has {json_length} bytes, the limit is {limit}; send binary data")
         return body_type.parse(raw, media_type, json_length)
 
 
@@ -254,7 +263,13 @@ async def while_connected(receive: Receive, *generations: Submitted) -> AsyncIte
 async def answers_of(request: Request, generations: Sequence[Submitted]) -> list[list[Any]]:
     """Wait for the answers of generations; cancel them if the client disconnects."""
     async with while_connected(request.receive, *generations):
-        return [await generation for generation in generations]
+        answers = []
+        for number, generation in enumerate(generations, 1):
+            try:
+                answers.append(await generation)
+            except InputError as error:  # the source could not be read
+                raise numbered(error, number, len(generations)) from error
+        return answers
 
 
 def event(data: dict[str, Any], kind: str = "") -> bytes:

@@ -7,18 +7,18 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_origin
+from typing import Any, TypeAlias, cast, get_origin
 
 from tfexport.config import settings
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import ConfigError, InputError, shortened
+from tfexport.errors import ConfigError, InputError, TfexportError, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.model.result import Result
 from tfexport.serve._generation import Generation
 from tfexport.serve.config import Limits
 from tfexport.serve.engine import Engine
 
-Source: TypeAlias = str | list[int] | bytes
+Source: TypeAlias = str | list[int] | bytes | memoryview
 Answer: TypeAlias = Result | Hypothesis
 Submitted: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
 DECODING = frozenset(field.name for field in dataclasses.fields(DecodeConfig))
@@ -28,6 +28,9 @@ LISTS = {one.name for one in settings(DecodeConfig) if {*map(get_origin, one.typ
 _TIMEOUTS = {"timeout_ms": 1e3, "timeout": 1e6}
 # Inputs of `infer` that are not options, with their datatypes.
 INPUTS = {"text_input": "BYTES", "input_ids": "INT64", "input_lengths": "INT64", "prefix": "BYTES"}
+# The same for audio and images: what the encoder reads, of one source, and files.
+ARRAYS, FILE = ("features", "pixels"), "file_input"
+INPUTS |= {**dict.fromkeys(ARRAYS, "FP32"), FILE: "BYTES"}
 # Datatype and rank of each output: [sources, answers], or [sources, answers, length].
 OUTPUTS = {
     "text_output": ("BYTES", 2),
@@ -51,7 +54,7 @@ class Tensor:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    values: Sequence[Any]  # flat, in row-major order; str for BYTES
+    values: Sequence[Any]  # flat, in row-major order; str for BYTES, except for `FILE`; a memoryview for `ARRAYS`
 
 
 def bounded(message: str) -> str:
@@ -76,7 +79,7 @@ def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, 
 
 def submit(engine: Engine, source: Source, options: Mapping[str, Any], *, stream: bool = False) -> Submitted:
     """Submit a source with further arguments of `Engine.submit`."""
-    if isinstance(source, list):
+    if isinstance(source, list) or (isinstance(source, memoryview) and engine.model.tokenizer is None):
         return engine.submit_ids(source, stream=stream, **options)
     return engine.submit(source, stream=stream, **options)
 
@@ -89,12 +92,15 @@ def submit_all(engine: Engine, sources: Sequence[Source], options: Sequence[Mapp
             try:
                 generations.append(submit(engine, source, own))
             except (InputError, ConfigError) as error:
-                if len(sources) == 1:
-                    raise
-                raise type(error)(*error.problems, **error.of(f"source {number} of {len(sources)}")) from error
+                raise numbered(error, number, len(sources)) from error
             cancel_all.callback(generations[-1].cancel)
         cancel_all.pop_all()
         return generations
+
+
+def numbered(error: TfexportError, number: int, count: int) -> TfexportError:
+    """Return an error that names its source, if there are several."""
+    return error if count == 1 else type(error)(*error.problems, **error.of(f"source {number} of {count}"))
 
 
 def parse_inputs(
@@ -162,13 +168,16 @@ def check_finite(name: str, values: Iterable[Any]) -> None:
 
 
 def _sources(tensors: Mapping[str, Tensor]) -> list[Source]:
-    if ("text_input" in tensors) == ("input_ids" in tensors):
-        names = ", ".join(tensors)[:200] or "none"
-        raise InvalidRequestError(f"the inputs are {names}; expected text_input or input_ids")
-    if "text_input" in tensors:
+    given = [name for name in ("text_input", "input_ids", FILE, *ARRAYS) if name in tensors]
+    if len(given) != 1:
+        names, expected = ", ".join(tensors)[:200] or "none", f"{FILE}, {' or '.join(ARRAYS)}"
+        raise InvalidRequestError(f"the inputs are {names}; expected text_input or input_ids, or for files {expected}")
+    (name,) = given
+    if name != "input_ids":
         if "input_lengths" in tensors:
-            raise InvalidRequestError("input_lengths is set with text_input, expected with input_ids")
-        return list(_column(tensors["text_input"]))
+            raise InvalidRequestError(f"input_lengths is set with {name}, expected with input_ids")
+        tensor = tensors[name]
+        return [cast(memoryview, tensor.values)] if name in ARRAYS else list(_column(tensor))
     ids = tensors["input_ids"]
     if len(ids.shape) != 2:
         raise InvalidRequestError(f"input_ids has the shape {list(ids.shape)}, expected [sources, length]")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Once
-from tests.serve.http.served import OFFERS, Served, serving
+from tests.serve.http.served import OFFERS, Served, on_port, serving
 from tests.serve.http.test_refusals import check
 from tests.serve.running import running
 from tests.test_inputs import AUDIO, SPEECH, samples, wav, write_bundle
@@ -223,3 +223,69 @@ def test_curl_uploads_a_file_as_the_server_shows(bundle: Path, speech: Model, tm
         words = shlex.split(server.lines[-2])
         answer = subprocess.run(words, cwd=tmp_path, capture_output=True, check=True, timeout=60)
     assert json.loads(answer.stdout)["text_output"] == speech.generate([FILE[1]])[0].text
+
+
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_tensors_hold_features_or_files(bundle: Path, speech: Model, is_binary: bool) -> None:
+    triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+    files = [wav(samples(0.3 + number, number)) for number in range(3)]
+    expected = [[speech.generate([file], num_beams=2)[0].text.encode()] for file in files]
+    tensors = [triton.InferInput("features", features.shape, "FP32") for features in speech.read(files)]
+    for tensor, features in zip(tensors, speech.read(files), strict=True):
+        tensor.set_data_from_numpy(features, binary_data=is_binary)
+    with on_port(bundle, "speech") as address:
+        client = triton.InferenceServerClient(address)
+        found = [client.infer("speech", [tensor], parameters={"num_beams": 2}) for tensor in tensors]
+        assert [one.as_numpy("text_output")[0].tolist() for one in found] == expected
+        tensor = triton.InferInput("file_input", [3], "BYTES")
+        tensor.set_data_from_numpy(np.array(files, object))
+        found = client.infer("speech", [tensor], parameters={"num_beams": 2})
+        assert found.as_numpy("text_output").tolist() == expected
+        inputs = {one["name"]: (one["datatype"], one["shape"]) for one in client.get_model_metadata("speech")["inputs"]}
+        client.close()
+    assert inputs == {"file_input": ("BYTES", [-1]), "features": ("FP32", [-1, 20])}
+
+
+def tensor(name: str = "features", **changes: Any) -> dict[str, Any]:
+    return {"name": name, "shape": [2, 20], "datatype": "FP32", "data": [0.5] * 40} | changes
+
+
+BAD_TENSORS: tuple[tuple[list[dict[str, Any]], str], ...] = (
+    ([tensor(shape=[40])], "expected float features [frames, 20]"),
+    ([tensor(shape=[4, 10])], "expected float features [frames, 20]"),
+    ([tensor(shape=[2, 21])], "has 40 values, its shape is [2, 21]"),
+    ([tensor(datatype="FP64")], "features is FP64, expected FP32"),
+    ([tensor(data=["a"])], "expected FP32"),
+    ([tensor(data=[1e39])], "expected FP32"),
+    ([tensor("pixels", shape=[1, 2, 20])], "expected float features [frames, 20]"),
+    ([tensor(), tensor("pixels")], "the inputs are features, pixels; expected"),
+    ([tensor(), {"name": "input_lengths", "shape": [1], "datatype": "INT64", "data": [2]}], "input_lengths is set"),
+    ([tensor("file_input", shape=[1], datatype="BYTES", data=["RIFF"])], "expected binary data"),
+    ([tensor("text_input", shape=[1], datatype="BYTES", data=["a.wav"])], "this model reads audio"),
+    ([tensor("input_ids", shape=[1, 2], datatype="INT64", data=[5, 6])], "expected numbers [frames, 20]"),
+)
+
+
+async def test_bad_tensors_are_refused_with_the_reason(bundle: Path, dates_bundle: Path) -> None:
+    async with serving(bundle, HttpConfig(max_body_bytes=2048, max_upload_bytes=4096)) as served:
+        for inputs, why in BAD_TENSORS:
+            check(await served.post("infer", {"inputs": inputs}), 400, why)
+        assert served.metrics.total("tfexport_requests_total", "dates") == len(BAD_TENSORS)
+
+        async def binary(datatype: str, data: bytes, shape: list[int], name: str = "features") -> Any:
+            size = {"parameters": {"binary_data_size": len(data)}}
+            head = json.dumps({"inputs": [{"name": name, "shape": shape, "datatype": datatype} | size]}).encode()
+            headers = {"Inference-Header-Content-Length": str(len(head))}
+            return await served.client.post("/v2/models/dates/infer", content=head + data, headers=headers)
+
+        nan = np.full((3, 20), np.nan, np.float32).tobytes()
+        check(await binary("FP32", nan, [3, 20]), 400, "infinite or not a number")
+        check(await binary("FP32", nan[:-1], [3, 20]), 400, "not a whole number of FP32")
+        check(await binary("FP32", bytes(5000), [1250]), 413, "the limit is 4096")
+        check(await binary("FP32", bytes(3000), [750]), 400, "expected float features")
+        check(await binary("FP32", bytes(8), [1] * 1000), 413, "the JSON has")
+        parts = b"".join(len(part).to_bytes(4, "little") + part for part in (b"RIFF", b"x"))
+        check(await binary("BYTES", parts, [2], "file_input"), 400, "source 1 of 2: ")
+    async with serving(dates_bundle, HttpConfig(max_body_bytes=2048)) as served:
+        check(await served.post("infer", {"inputs": [tensor()]}), 400, "the text is ")
+        check(await binary("INT64", bytes(2400), [1, 300], "input_ids"), 413, "the limit is 2048")

@@ -51,10 +51,11 @@ async def server(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Return a model's inputs, outputs, limits and status; -1 is a variable dimension."""
     model = service_of(request).loaded_engine(name).model
-    inputs = {"text_input": ("BYTES", 1)} if model.tokenizer else {}
-    inputs |= {"input_ids": ("INT64", 2), "input_lengths": ("INT64", 1)}
-    outputs = {name: kind for name, kind in OUTPUTS.items() if model.tokenizer or name != "text_output"}
-    outputs = outputs if model.spec.has_decoder else {}
+    outputs = {one: (datatype, [-1] * rank) for one, (datatype, rank) in OUTPUTS.items()}
+    if not model.spec.has_decoder:
+        outputs = {}
+    elif not model.tokenizer:
+        del outputs["text_output"]
     limits = ("max_source_length", "max_target_length")
     proof = model.manifest.proof.to_dict() if model.manifest else {}
     labels: dict[str, Any] = {"labels": model.spec.labels} if model.spec.labels else {}
@@ -63,15 +64,24 @@ async def model(request: Request, name: str) -> Response:
             "name": name,
             "versions": [VERSION],
             "platform": "tfexport",
-            "inputs": _tensors(inputs),
+            "inputs": _tensors(_inputs(model)),
             "outputs": _tensors(outputs),
             "parameters": {limit: getattr(model.spec, limit) for limit in limits} | proof | labels,
         }
     )
 
 
-def _tensors(kinds: dict[str, tuple[str, int]]) -> list[dict[str, Any]]:
-    return [{"name": name, "datatype": datatype, "shape": [-1] * rank} for name, (datatype, rank) in kinds.items()]
+def _inputs(model: Model) -> dict[str, tuple[str, list[int]]]:
+    if model.reads == "text":
+        inputs = {"text_input": ("BYTES", [-1])} if model.tokenizer else {}
+        return inputs | {"input_ids": ("INT64", [-1, -1]), "input_lengths": ("INT64", [-1])}
+    array, (_, (_, *shape)) = next(iter(model.spec.source.inputs.items()))
+    inputs = {inference.FILE: ("BYTES", [-1])} if model.processor else {}
+    return inputs | {array: ("FP32", [size if isinstance(size, int) else -1 for size in shape])}
+
+
+def _tensors(kinds: dict[str, tuple[str, list[int]]]) -> list[dict[str, Any]]:
+    return [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in kinds.items()]
 
 
 async def model_ready(request: Request, name: str) -> Response:
@@ -83,7 +93,7 @@ async def model_ready(request: Request, name: str) -> Response:
 
 
 async def generate(request: Request, name: str, data: schemas.GenerateRequest) -> Response:
-    """Generate from a text or from token ids."""
+    """Generate from a text, from token ids, or from a file in a form."""
     generation = _submit(request, name, data, stream=False)
     (answers,) = await answers_of(request, [generation])
     is_one = generation.request.config.num_return_sequences == 1
@@ -127,19 +137,20 @@ def _generated(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[
 
 
 async def infer(request: Request, name: str, data: schemas.InferRequest) -> Response:
-    """Generate from texts or token ids in tensors."""
+    """Generate from texts, token ids, audio or images in tensors."""
     service, parameters = service_of(request), data.parameters.model_dump(exclude_unset=True)
     is_binary = parameters.pop("binary_data_output", False)
+    engine = service.loaded_engine(name)
     with service.count_refusals(name):
         sources, options = inference.parse_inputs(data.tensors, parameters, service.config)
-        existing = [output for output in OUTPUTS if isinstance(sources[0], str) or output != "text_output"]
+        has_text = engine.model.tokenizer is not None and not isinstance(sources[0], list)
+        existing = [output for output in OUTPUTS if has_text or output != "text_output"]
         requested = {
             output.name: is_binary if output.parameters.binary_data is None else output.parameters.binary_data
             for output in data.outputs
         } or dict.fromkeys(existing, is_binary)
         if wrong := [output for output in requested if output not in existing]:
             raise RequestError(400, f"output {wrong[0]!r} does not exist, expected {', '.join(existing)}")
-    engine = service.loaded_engine(name)
     answers = await answers_of(request, submit_all(engine, sources, options))
     outputs = inference.outputs_of(answers, engine.model.spec.tokens.pad)
     written = [_written(outputs[output], is_binary=as_bytes) for output, as_bytes in requested.items()]
@@ -275,6 +286,7 @@ def add_routes(app: FastAPI, *, has_statistics: bool, has_metrics: bool) -> None
     if has_metrics:
         app.add_api_route("/metrics", metrics)
     app.add_api_route("/v2", server)
+    form = {"requestBody": {"content": {schemas.FILES: {"schema": schemas.FORM_SCHEMA}}}}
     posts: dict[Any, Any] = {
         infer: schemas.Inferred,
         generate: schemas.Generated,
@@ -289,6 +301,9 @@ def add_routes(app: FastAPI, *, has_statistics: bool, has_metrics: bool) -> None
             app.add_api_route(f"{prefix}/stats", statistics, include_in_schema=is_shown)
         for endpoint, answer in posts.items():
             path = f"{prefix}/{endpoint.__name__}"
-            app.add_api_route(path, endpoint, methods=["POST"], response_model=answer, include_in_schema=is_shown)
+            options: dict[str, Any] = {"response_model": answer, "include_in_schema": is_shown}
+            if endpoint in (generate, generate_stream):
+                options["openapi_extra"] = form
+            app.add_api_route(path, endpoint, methods=["POST"], **options)
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
