@@ -50,8 +50,13 @@ _BODIES: dict[str, Any] = {
     "/v1/completions": {"model": "m", "prompt": [TEXTS[0]], "max_tokens": 3, "stream": False, "n": 1, "stop": ["-"]},
     "/translate": {"q": TEXTS, "source": "x", "target": "y", "format": "text", "alternatives": 1},
 }  # fmt: skip
+_FORMS = ["/v2/models/m/generate", "/v1/audio/transcriptions"]
+_PART = "--x\r\nContent-Disposition: form-data; name="
+_FIELDS = ['"file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\nRIFF', '"model"\r\n\r\nm', '"seed"\r\n\r\n5']
+_FORM = "".join([*(f"{_PART}{field}\r\n" for field in _FIELDS), "--x--\r\n"]).encode()
 _PATHS = [
     *_BODIES,
+    *_FORMS,
     *("/", "/v2", "/v2/models/m", "/v2/models/m/stats", "/metrics", "/livez", "/readyz", "/openapi.json", "/v1/models"),
 ]
 _BYTES = st.characters(min_codepoint=0, max_codepoint=255)
@@ -70,12 +75,14 @@ _HEADERS = st.lists(
 
 def requests() -> st.SearchStrategy[bytes]:
     """Draw requests, written as JSON."""
+    jsons = {path: mutated_json(body) | mutated(json.dumps(body).encode()) for path, body in _BODIES.items()}
     return st.one_of(
-        _requests(path, mutated_json(body) | mutated(json.dumps(body).encode())) for path, body in _BODIES.items()
+        *(_requests(path, body, _JSON) for path, body in jsons.items()),
+        *(_requests(path, mutated(_FORM), [["content-type", "multipart/form-data; boundary=x"]]) for path in _FORMS),
     )
 
 
-def _requests(path: str, body: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+def _requests(path: str, body: st.SearchStrategy[bytes], content_type: list[list[str]]) -> st.SearchStrategy[bytes]:
     def rarely(share: int, usual: Any, other: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         return st.integers(1, 16).flatmap(lambda number: other if number <= share else st.just(usual))
 
@@ -88,7 +95,7 @@ def _requests(path: str, body: st.SearchStrategy[bytes]) -> st.SearchStrategy[by
             "method": rarely(2, "POST", st.sampled_from("GET PUT HEAD OPTIONS X".split())),
             "path": rarely(2, path, st.sampled_from(_PATHS) | odd_path),
             "query": rarely(4, "", st.text(_BYTES, max_size=20)),
-            "headers": rarely(6, [], _HEADERS).map(lambda headers: [*_JSON, *headers]),
+            "headers": rarely(6, [], _HEADERS).map(lambda headers: [*content_type, *headers]),
             "body": body.map(lambda raw: raw.decode("latin-1")),
             "chunks": st.integers(1, 4),
         }

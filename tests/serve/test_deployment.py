@@ -197,6 +197,14 @@ def test_the_openapi_document_describes_every_option_with_its_bounds() -> None:
     assert options["num_beams"]["description"] == "Beams of beam search; 1 is greedy."
     assert options["suppress_tokens"]["items"] == {"type": "integer", "minimum": 0}
     assert {"GenerateRequest", "InferRequest", "AlignRequest", "Generated", "Inferred"} <= schemas.keys()
+    paths = build_app({}).openapi()["paths"]
+    for path, types in (("/v2/models/{name}/generate", 2), ("/v1/audio/transcriptions", 1)):
+        contents = paths[path]["post"]["requestBody"]["content"]
+        assert len(contents) == types
+        form = contents["multipart/form-data"]["schema"]
+        form = schemas[form["$ref"].rpartition("/")[2]] if "$ref" in form else form
+        assert {"format", "contentMediaType"} & form["properties"]["file"].keys()
+        assert form["required"] == ["file"]
 
 
 def test_the_outcomes_are_those_of_the_code() -> None:
