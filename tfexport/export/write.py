@@ -59,7 +59,8 @@ def write_graphs(
         report(f"tracing the decoder, {variant} variant")
         kind, name = VARIANTS[variant], contract.DECODER[variant]
         if kind.encoder not in traced:
-            traced[kind.encoder] = trace_encoder(model, spec, opset, kind.source), contract.encoder_graph(spec)
+            source = kind.whole_source if spec.source.fits(0) else kind.source
+            traced[kind.encoder] = trace_encoder(model, spec, opset, source), contract.encoder_graph(spec)
         speculates = speculation and variant == "contrib"
         decoder = trace_decoder(model, spec, variant, kind.opset or opset, speculation=speculates)
         append_selection(decoder)

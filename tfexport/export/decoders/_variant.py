@@ -73,6 +73,7 @@ class DecoderVariant:
     cache: Callable[..., TracedCache | ConcatCache]
     cross: Callable[[Sequence[KeyValue], Tensor], Cross] = Cross
     source: Callable[[Tensor], Source] = Source  # self-attention of the encoder from the mask
+    whole_source: Callable[[Tensor], Source] = Source  # the same, if all sources have the same length
     encoder: str = ENCODER
     opset: int | None = None  # None if the export chooses it
     portable: bool = True  # whether other runtimes than ONNX Runtime can run it

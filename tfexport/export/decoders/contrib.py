@@ -131,6 +131,8 @@ class ContribCross(Cross):
 class ContribSource(Source):
     """Self-attention of source tokens; the operator splits the heads."""
 
+    is_masked = True
+
     def attend(
         self,
         layer: int,
@@ -146,7 +148,14 @@ class ContribSource(Source):
         width, shared = query.shape[1] * value.shape[2], query.shape[1] // key.shape[1]
         # The operator does not support shared keys; repeating them is cheap, because the encoder runs once.
         key, value = (part if shared == 1 else part.repeat_interleave(shared, 1) for part in (key, value))
-        return _attention(query, _by_rows(key, self.mask), _by_rows(value, self.mask), self.mask, width, scale, bias)
+        key, value = _by_rows(key, self.mask), _by_rows(value, self.mask)
+        return _attention(query, key, value, self.mask, width, scale, bias, is_masked=self.is_masked)
+
+
+class WholeSource(ContribSource):
+    """Self-attention of sources without padding, for which the operator has a faster kernel."""
+
+    is_masked = False
 
 
 def _attention(
@@ -159,14 +168,16 @@ def _attention(
     bias: Tensor | None = None,
     *,
     scales_query: bool = False,
+    is_masked: bool = True,
 ) -> Tensor:
     """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask`."""
+    masks = (None, mask.to(torch.int32)) if is_masked else (None, None) if bias is not None else ()
     packed = _by_rows(query, mask)
     if scales_query and scale != 1:  # the operator can then use a kernel that is up to twice as fast in a decode step
         packed, scale = packed * scale, 1.0
     context = torch.onnx.ops.symbolic(
         f"{_DOMAIN}::MultiHeadAttention",
-        (packed, key, value, None, mask.to(torch.int32), *(() if bias is None else (bias,))),
+        (packed, key, value, *masks, *(() if bias is None else (bias,))),
         {"num_heads": query.shape[1], "scale": scale, "mask_filter_value": MASK_FILL},
         dtype=query.dtype,
         shape=(*packed.shape[:2], width),
@@ -191,6 +202,7 @@ CONTRIB = DecoderVariant(
     cache=ContribCache,
     cross=ContribCross,
     source=ContribSource,
+    whole_source=WholeSource,
     encoder=ENCODER_CONTRIB,
     portable=False,
     passes=(join_products,),
