@@ -152,8 +152,8 @@ class ContribSource(Source):
         return _attention(query, key, value, self.mask, width, scale, bias, is_masked=self.is_masked)
 
 
+class WholeSource(ContribSource):
     """Self-attention of sources without padding, with a faster kernel."""
-    """Self-attention of sources without padding, for which the operator has a faster kernel."""
 
     is_masked = False
 
