@@ -66,6 +66,35 @@ class TokenIds(Config, subject="tokens"):
     unk: TokenId | None = None
 
 
+class SpeechTokens(Config, subject="speech"):
+    """Ids that begin the targets of a speech model such as Whisper.
+
+    After the start token come the language, the task and `no_timestamps`, each as far as the model has it. All ids
+    above `no_timestamps` are timestamps.
+    """
+
+    languages: tuple[str, ...] = ()  # such as "de"
+    language_ids: tuple[TokenId, ...] = ()
+    transcribe: TokenId | None = None
+    translate: TokenId | None = None
+    no_timestamps: TokenId | None = None
+
+    def _problems(self) -> Iterator[str]:
+        if len(set(self.languages)) != len(self.languages) or len(self.languages) != len(self.language_ids):
+            yield f"{len(self.languages)} languages have {len(self.language_ids)} ids, expected names with an id each"
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All of the ids."""
+        single = (self.transcribe, self.translate, self.no_timestamps)
+        return (*self.language_ids, *(token for token in single if token is not None))
+
+    @property
+    def first_timestamp(self) -> int | None:
+        """Id of the time 0; None if the model has no timestamps."""
+        return None if self.no_timestamps is None else self.no_timestamps + 1
+
+
 class Quantization(Config, subject="quantization"):
     """How a bundle stores its matrices in fewer bits, for ONNX Runtime on the CPU.
 
@@ -90,7 +119,8 @@ class ModelSpec(Config, subject="spec"):
     returns up to `max_source_length` positions: tokens, or what is left of frames or pixels after convolutions.
 
     If `kv_heads` is None, it equals `heads`. `pooling` joins the vectors of the tokens of an encoder-only model.
-    `head` returns a logit for each of the `labels`, of every token or of the pooled vector.
+    `head` returns a logit for each of the `labels`, of every token or of the pooled vector. `speech` has the tokens of
+    the prompts of speech models.
     """
 
     d_model: Size
@@ -110,8 +140,11 @@ class ModelSpec(Config, subject="spec"):
     pooling: Pooling = "mean"
     head: Head = "none"
     labels: Labels = ()
+    speech: SpeechTokens | None = None
 
     def _problems(self) -> Iterator[str]:
+        if self.speech and max(self.speech.ids, default=-1) >= self.vocab:
+            yield f"speech has the id {max(self.speech.ids)}, expected below vocab {self.vocab}"
         given = [name for name in ("source_vocab", "features", "image") if getattr(self, name)]
         if len(given) != 1:
             yield f"source_vocab, features and image: {len(given)} of them are given, expected one"

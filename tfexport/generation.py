@@ -11,6 +11,7 @@ from tfexport.errors import ConfigError, shortened
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 Bias = tuple[tuple[TokenId, ...] | Annotated[float, Ge(-10_000), Le(10_000)], ...]  # token ids and a number
 EndIds = TokenId | tuple[TokenId, ...] | None
+Task = Literal["transcribe", "translate"]
 # In the order in which they apply.
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BEAM_OPTIONS = ("length_penalty", "early_stopping")
@@ -66,6 +67,10 @@ class DecodeConfig(Config, subject="decoding"):
     prefix_bias_beta: Annotated[float, Ge(0), Lt(1), Help("Bias texts towards --prefix, up to 1; 0 forces it.")] = 0.0
     eos_token_id: Annotated[EndIds, Help("Ids that end a text, such as 2,17; by default the model's own.")] = None
     decoder_start_token_id: Annotated[TokenId | None, Help("Id, or token, that the decoder reads first.")] = None
+    language: Annotated[str | None, Help("Language of speech, such as de; by default it is detected.")] = None
+    task: Annotated[Task | None, Help("Write speech in its language, or translate it into English.")] = None
+    return_timestamps: Annotated[bool, Help("Generate the times of speech, in steps of 0.02 s.")] = False
+    max_initial_timestamp_index: Annotated[Count | None, Help("Most steps before the first timestamp.")] = None
     max_time: Annotated[float | None, Gt(0), Help("Seconds per text, counted from when it joins the batch.")] = None
     stop_strings: Annotated[str | tuple[str, ...], Help("String that ends a text; repeatable.")] = ()
     replace_unknowns: Annotated[bool, Help("Replace unknown tokens by those of the source; needs --alignment.")] = False

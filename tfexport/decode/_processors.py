@@ -70,7 +70,7 @@ class Processors:
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
         self.ends, self._vocab = Ends(config.ends(spec.tokens.eos)), spec.vocab
-        self._all = list(_processors(config, self.ends, spec.vocab))
+        self._all = list(_processors(config, self.ends, spec))
         if config.renormalize_logits and self._all and not config.do_sample:  # otherwise they are normalized
             self._all.append(_Renormalize())
         self._on_logits = [processor for processor in self._all if processor.takes_logits and config.num_beams == 1]
@@ -291,6 +291,42 @@ class _SuppressFirst(_Suppress):
         return _ban(self._banned[token_ids] & is_first[:, None], token_ids, scores)
 
 
+class _Timestamps(Processor):
+    """Rules of Whisper for timestamps, which are the ids from `first`.
+
+    A text begins with one, they come in pairs except before the end, and do not decrease. A row continues with a
+    timestamp if all of them together are likelier than any other token.
+    """
+
+    def __init__(self, first: int, max_initial: int | None, end: int) -> None:
+        self._first, self._end = first, end
+        self._last_initial = ALL if max_initial is None else first + max_initial
+
+    def num_candidates(self, wanted: int, history: History) -> int:
+        return ALL  # the probability of all timestamps counts
+
+    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+        tokens, lengths = rows.history.tokens, rows.history.lengths
+        begins = np.array([len(request.prompt) for request in self.requests])
+        every, places = np.arange(lengths.size), np.arange(tokens.shape[1])
+        was_time = (tokens >= self._first) & (begins[:, None] <= places) & (places < lengths[:, None])
+        latest = np.where(was_time, places, -1).max(1)
+        is_last = latest == lengths - 1
+        is_second = is_last & (was_time[every, lengths - 2] | (lengths - begins < 2))
+        is_first = is_last & ~is_second
+        least = np.where(latest < 0, self._first, tokens[every, latest] + ~is_first)
+        is_time = token_ids >= self._first
+        banned = token_ids == self._first - 1  # `no_timestamps`
+        banned |= is_time & (is_second[:, None] | (token_ids < least[:, None]))
+        banned |= is_first[:, None] & (token_ids < self._end)
+        banned |= (lengths == begins)[:, None] & (~is_time | (token_ids > self._last_initial))
+        allowed = np.where(banned, np.float32(-np.inf), scores)
+        best = allowed.max(1, keepdims=True)
+        shares = np.exp(allowed - np.where(best > -np.inf, best, 0))
+        times, text = np.where(is_time, shares, 0), np.where(is_time, 0, shares)
+        return _ban(banned | ((times.sum(1) > text.max(1))[:, None] & ~is_time), token_ids, scores)
+
+
 class _PrefixBias(Processor):
     """Bias towards the prefix, as `prefix_bias_beta` of CTranslate2.
 
@@ -369,8 +405,9 @@ class _Renormalize(Processor):
         return token_ids, shifted - np.log(np.exp(shifted).sum(1, keepdims=True).clip(min=1))
 
 
-def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Processor]:
+def _processors(config: DecodeConfig, ends: Ends, spec: ModelSpec) -> Iterator[Processor]:
     """Yield the processors that the options need, in the order they apply."""
+    vocab = spec.vocab
     if config.sequence_bias:
         yield _SequenceBias(dict(config.sequence_bias), vocab)  # type: ignore[arg-type]  # pairs, as checked
     if config.repetition_penalty != 1:
@@ -385,13 +422,20 @@ def _processors(config: DecodeConfig, ends: Ends, vocab: int) -> Iterator[Proces
         yield _MinLength(config, ends)
     if config.exponential_decay_length_penalty:
         yield _FavoredEnd(config.exponential_decay_length_penalty, ends)
-    # As in transformers, an end token is not banned as a bad word.
-    single = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends.ids}
-    if banned := frozenset({*config.suppress_tokens, *single}):
-        yield _Suppress(banned, vocab)
-    if config.begin_suppress_tokens:
-        yield _SuppressFirst(frozenset(config.begin_suppress_tokens), vocab)
+    yield from _banning(config, ends, spec)
     if config.prefix_bias_beta:
         yield _PrefixBias(config.prefix_bias_beta, vocab)
     if config.forced_ends:
         yield _ForcedEnd(config.forced_ends)
+
+
+def _banning(config: DecodeConfig, ends: Ends, spec: ModelSpec) -> Iterator[Processor]:
+    # As in transformers, an end token is not banned as a bad word.
+    single = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends.ids}
+    if banned := frozenset({*config.suppress_tokens, *single}):
+        yield _Suppress(banned, spec.vocab)
+    if config.begin_suppress_tokens:
+        yield _SuppressFirst(frozenset(config.begin_suppress_tokens), spec.vocab)
+    first_timestamp = spec.speech.first_timestamp if spec.speech else None
+    if config.return_timestamps and first_timestamp is not None:
+        yield _Timestamps(first_timestamp, config.max_initial_timestamp_index, min(ends.ids))

@@ -86,6 +86,8 @@ _OWN = {
     "num_return_sequences",
     "forced_bos_token_id",
     "decoder_start_token_id",
+    "language",
+    "task",
     "prompt_lookup_num_tokens",
     "seed",
     "replace_unknowns",

@@ -55,6 +55,7 @@ def decode(
         requests = [dataclasses.replace(one, place=place) for one, place in zip(requests, places, strict=True)]
     samples = config.num_return_sequences if config.do_sample or config.return_alternatives else 1
     loop = Loop(session, batch_size * samples)
+    requests = with_languages(session, requests, batch_size, cancel)
     if config.return_alternatives:
         requests = alternatives(session, requests, batch_size, cancel)
     elif samples > 1:
@@ -76,6 +77,46 @@ def decode(
         if finished and on_progress:
             on_progress(finished)
     return [[best for sample in sorted(found) for best in found[sample]] for found in results]
+
+
+def with_languages(
+    session: Session, requests: Sequence[Request], batch_size: int, cancel: threading.Event | None = None
+) -> list[Request]:
+    """Insert the likeliest language into each prompt that lacks one.
+
+    It is the best language after the start token, as in transformers.
+    """
+    spec, found = session.spec, list(requests)
+    waiting = [place for place, request in enumerate(found) if request.lacks_language]
+    size = min(batch_size, session.limits.rows.most or batch_size)
+    for first in range(0, len(waiting), size):
+        check_cancelled(cancel)
+        places = waiting[first : first + size]
+        some = [found[place] for place in places]
+        batch = session.batch()
+        batch.add(pad_sources(spec.source, [one.source for one in some]), [one.prompt[:1] for one in some])
+        wanted = min(spec.vocab, session.limits.candidates.most or spec.vocab)
+        best = batch.step(np.array([one.prompt[0] for one in some]), wanted)
+        if (broken := is_broken(best)) is not None:
+            raise nan_error(some[int(broken.argmax())], 0)
+        assert spec.speech is not None
+        is_language = np.isin(best.token_ids, spec.speech.language_ids)
+        for place, request, token_ids, languages in zip(places, some, best.token_ids, is_language, strict=True):
+            if not languages.any():
+                problem = f"no language is among the best {wanted} tokens of {request.name}; give the language"
+                raise InputError(f"decode: {problem}", indices=[request.text])
+            language = int(token_ids[languages.argmax()])
+            found[place] = dataclasses.replace(
+                request,
+                prompt=_inserted(request.prompt, language),
+                biased_prefix=_inserted(request.biased_prefix, language),
+                lacks_language=False,
+            )
+    return found
+
+
+def _inserted(prompt: tuple[int, ...], language: int) -> tuple[int, ...]:
+    return (*prompt[:1], language, *prompt[1:]) if prompt else ()
 
 
 def alternatives(
@@ -156,6 +197,7 @@ def stream(
 
 
 def _tokens(session: Session, request: Request, cancel: threading.Event | None) -> Iterator[int]:
+    (request,) = with_languages(session, [request], 1, cancel)
     yield from request.prompt[1:]
     loop = Loop(session, 1)
     loop.submit([request])

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from tfexport._arguments import ID_LISTS, as_list, listed, listed_ids
-from tfexport.contract import ModelSpec
+from tfexport.contract import ModelSpec, SpeechTokens
 from tfexport.errors import InputError, nth, raise_all, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
@@ -36,7 +36,7 @@ class Request:
     text: int  # place of the text in the call
     source: Source  # as `read_source` returns it
     source_length: int  # positions that the encoder returns
-    prompt: tuple[int, ...]  # read first: start token, prefix, forced first token, alternative
+    prompt: tuple[int, ...]  # read first: start token, tokens of speech, prefix, forced first token, alternative
     config: DecodeConfig
     max_new_tokens: int  # including forced tokens
     num_forced: int = 0  # tokens at the end of the prompt that count as generated
@@ -48,6 +48,7 @@ class Request:
     biased_prefix: tuple[int, ...] = ()  # start token and prefix, with `prefix_bias_beta`
     num_texts: int = 1  # in the call
     place: int | None = None  # for the seed of a sample; None for `text`
+    lacks_language: bool = False  # whether a language has to be detected and inserted after the start token
     id: int = field(init=False, default_factory=itertools.count().__next__)  # `dataclasses.replace` gives a new one
     status: Status = field(init=False, default=Status.WAITING)
 
@@ -93,8 +94,9 @@ def check_requests(
     if config.strings and text_of is None:
         raise InputError("decode: stop_strings need a tokenizer, but this bundle has none; use eos_token_id")
     num_read = num_fixed if config.prefix_bias_beta else None  # the others are only biased towards
+    num_speech = num_speech_tokens(spec, config)
     # A problem of every text is reported once.
-    no_room = _room_problems(spec, limits, 0, config)
+    no_room = _room_problems(spec, limits, num_speech, config)
     problems, indices, requests = [*_option_problems(spec, limits, config), *no_room], [], []
     for text, values in enumerate(zip(sources, prefixes, strict=True)):
         source, length, found = _read(spec, limits, values[0])
@@ -103,13 +105,45 @@ def check_requests(
         if not wrong:
             found += id_problems("prefix", prefix, spec.vocab)
             if not no_room:
-                found += _room_problems(spec, limits, len(prefix[:num_read]), config)
+                found += _room_problems(spec, limits, num_speech + len(prefix[:num_read]), config)
         problems += _named("text", text, len(sources), found)
         indices += [text] * len(found)
         if not problems:
             requests.append(_request(spec, source, length, prefix, config, num_read, text, len(sources), text_of))
     raise_all(InputError, "decode", problems, indices=indices)
     return requests
+
+
+def num_speech_tokens(spec: ModelSpec, config: DecodeConfig) -> int:
+    """Return the number of tokens between the start token and the prefix."""
+    return len(_speech_tokens(spec, config))
+
+
+def _speech_tokens(spec: ModelSpec, config: DecodeConfig) -> list[int | None]:
+    """Return language, None if it is to be detected, task and `no_timestamps`."""
+    speech, found = spec.speech, list[int | None]()
+    if speech is None:
+        return found
+    if speech.languages:
+        found.append(dict(zip(speech.languages, speech.language_ids, strict=True)).get(config.language or ""))
+    task = config.task or (config.language and "transcribe")
+    if task:
+        found.append(getattr(speech, task))
+    if not config.return_timestamps and speech.no_timestamps is not None:
+        found.append(speech.no_timestamps)
+    return found
+
+
+def _speech_problems(spec: ModelSpec, config: DecodeConfig) -> Iterator[str]:
+    speech = spec.speech or SpeechTokens()
+    if config.language is not None and config.language not in speech.languages:
+        languages = ", ".join(speech.languages)
+        expected = f"expected one of {languages}" if languages else "but the model has no languages; leave it out"
+        yield f"language is {shortened(config.language)}, {expected}"
+    if config.task is not None and getattr(speech, config.task) is None:
+        yield f"task is {config.task}, but the model does not have this task; leave it out"
+    if config.return_timestamps and speech.no_timestamps is None:
+        yield "return_timestamps is true, but the model has no timestamps; set it to false"
 
 
 def check_sources(session: Session, subject: str, sources: Iterable[Source]) -> list[Source]:
@@ -193,12 +227,15 @@ def _request(
     text_of: TextOf | None,
 ) -> Request:
     start = spec.tokens.start if config.decoder_start_token_id is None else config.decoder_start_token_id
-    read, first = prefix[:num_read], config.forced_bos_token_id
-    limit = config.max_new_tokens or _room(spec, len(read))
+    speech, first = _speech_tokens(spec, config), config.forced_bos_token_id
+    known = [token for token in speech if token is not None]
+    read, prefix = [*known, *prefix[:num_read]], [*known, *prefix]
+    num_before = len(read) + len(speech) - len(known)
+    limit = config.max_new_tokens or _room(spec, num_before)
     if config.max_length is not None:
-        limit = min(config.max_length - 1 - len(read), limit)
+        limit = min(config.max_length - 1 - num_before, limit)
     # As in transformers: nothing is forced after a prefix, and the only token is forced to be the last.
-    is_free = prefix or (limit == 1 and config.forced_ends)
+    is_free = speech or prefix or (limit == 1 and config.forced_ends)
     forced = () if is_free or first is None else (first,)
     return Request(
         text=text,
@@ -212,6 +249,7 @@ def _request(
         text_of=text_of if config.strings else None,
         biased_prefix=tuple(map(int, (start, *prefix))) if config.prefix_bias_beta else (),
         num_texts=num_texts,
+        lacks_language=None in speech,
     )
 
 
@@ -220,7 +258,7 @@ def _room(spec: ModelSpec, prefix_len: int) -> int:
 
 
 def _option_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
-    problems = config.token_problems(spec.vocab)
+    problems = [*config.token_problems(spec.vocab), *_speech_problems(spec, config)]
     if not spec.source_vocab and config.encoder_no_repeat_ngram_size:
         problems.append("encoder_no_repeat_ngram_size needs a source of token ids, which this model does not read")
     # `num_beams` beams continue even if every beam ends with each of the end tokens.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from tfexport._io.names import CERTIFICATE, CONFIG, GENERATION, LAYOUT, MODEL_WE
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import render
 from tfexport.bundle.processor import ProcessorConfig
-from tfexport.contract import ModelSpec
+from tfexport.contract import ModelSpec, SpeechTokens
 from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
 from tfexport.importing._files import read_checkpoint, without_prefix
@@ -146,7 +147,7 @@ def import_checkpoint(
         canonical = task.apply(layout)
         own_notes, has_own_weights = task.compare_own_weights(layout, canonical)
         certificate = certificate or task.compare_with_transformers(layout, canonical)
-    canonical = replace(canonical, config=task.labeled(canonical.config))
+    canonical = replace(canonical, config=task.named(canonical.config))
     spec = model_spec(canonical.config, "fp32")
     text = task.text(tokenizer, target_tokenizer, spec, has_own_weights=has_own_weights)
     processor, processor_notes = task.processor(spec)
@@ -382,14 +383,14 @@ class _Import:
         self.notes += [note] if note else []
         return canonical
 
-    def labeled(self, config: TransformerConfig) -> TransformerConfig:
-        """Return the configuration with labels of the options or of config.json."""
+    def named(self, config: TransformerConfig) -> TransformerConfig:
+        """Return the configuration with labels and the tokens of speech."""
         labels, count, named = self.config.labels, len(config.labels), (self.hf_config or {}).get("id2label")
         if not labels and isinstance(named, dict) and named.keys() == {str(number) for number in range(count)}:
             labels = tuple(str(named[str(number)]) for number in range(count))
         if labels and len(labels) != count:
             raise ConfigError(f"labels: got {len(labels)}, but the head of the model has {count}; give one each")
-        return replace(config, labels=labels or config.labels)
+        return replace(config, labels=labels or config.labels, speech=self._speech[0])
 
     def compare_own_weights(self, layout: Layout, canonical: Canonical) -> tuple[list[str], bool]:
         """Compare with the outputs of the model's own weights.
@@ -460,9 +461,16 @@ class _Import:
             return GenerationDefaults(), []
         if self.hf_config is None:
             return GenerationDefaults.from_dict(language), []
-        own = {**self.checkpoint.hf_generation, **language} if self.checkpoint.hf_generation else {}
-        found = {**self.hf_config, **language}
-        return read_generation(found, own, config.tokens, config.target_vocab, self.own_settings)
+        given = {**self._speech[1], **language}
+        found, own = (self.hf_config, given) if self.checkpoint.hf_generation else (given, {})
+        return read_generation(found, own, config, self.own_settings)
+
+    @cached_property
+    def _speech(self) -> tuple[SpeechTokens | None, Mapping[str, Any]]:
+        """Tokens of the prompts of a speech model, and the other generation settings."""
+        config = self.hf_config or {}
+        given = self.checkpoint.hf_generation or config
+        return self.family.speech(self.path, config, given) if self.family and self.family.speech else (None, given)
 
 
 def _certified(layout: Layout, proof: _Proof, on_progress: Callable[[float], None]) -> Certificate:

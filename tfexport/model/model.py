@@ -16,8 +16,8 @@ from tfexport._arguments import as_list, check_call, is_whole, word_problems
 from tfexport.bundle.manifest import Manifest
 from tfexport.contract import ModelSpec, Pooling
 from tfexport.decode.loop import check_cancelled
-from tfexport.decode.offline import decode, stream
-from tfexport.decode.request import check_sources
+from tfexport.decode.offline import decode, stream, with_languages
+from tfexport.decode.request import check_requests, check_sources, num_speech_tokens
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
@@ -225,6 +225,7 @@ class Model:
             cancel=cancel,
         )
         num_prefix = num_fixed if decoding.prefix_bias_beta else len(start)
+        num_prefix += num_speech_tokens(self.spec, decoding)
         return _pieces(Pieces(tokenizer.decode, num_prefix, decoding.strings), tokens)
 
     def stream_ids(
@@ -440,8 +441,11 @@ class Model:
         else:
             sources, target_ids = self.read(texts), [tokenizer.encode_target(target) for target in targets]
         first = self.defaults.forced_bos_token_id
-        prefix = tokenizer.begin_target() or ([] if first is None else [first])
-        return sources, target_ids, [prefix] * len(sources)
+        prefixes = [tokenizer.begin_target() or ([] if first is None else [first])] * len(sources)
+        if self.spec.speech is not None:  # a language may have to be detected
+            requests = check_requests(self.session, sources, self.decoding(), prefixes)
+            prefixes = [list(request.prompt[1:]) for request in with_languages(self.session, requests, 1)]
+        return sources, target_ids, prefixes
 
     def _batches(
         self, sources: Sequence[Source], size: int, cancel: threading.Event | None

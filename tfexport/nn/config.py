@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tfexport.config import MAX_SIZE, Config, Count, Ge, Heads, Help, Layers, Lt, Size, SizeOrZero
-from tfexport.contract import Head, Labels, ModelSpec, Pooling, TokenIds
+from tfexport.contract import Head, Labels, ModelSpec, Pooling, SpeechTokens, TokenIds
 from tfexport.errors import ConfigError, shortened
 from tfexport.nn.switches import (
     SWITCHES,
@@ -188,6 +188,7 @@ class TransformerConfig(Config, subject="model"):
         "none"
     )
     labels: Annotated[Labels, Help("names of the outputs of the head")] = ()
+    speech: Annotated[SpeechTokens | None, Help("tokens of the prompts of a speech model")] = None
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
 
     @classmethod
@@ -214,6 +215,8 @@ class TransformerConfig(Config, subject="model"):
             yield f"relative_buckets is {shortened(self.relative_buckets)}, expected 4 to {MAX_SIZE}"
         if self.positions == "rotary":
             yield from self._rotary_problems()
+        if self.speech and max(self.speech.ids, default=-1) >= (self.target_vocab or 0):
+            yield f"speech has the id {max(self.speech.ids)}, expected below target_vocab {self.target_vocab or 0}"
         yield from self._decoder_problems()
 
     def _source_problems(self) -> Iterator[str]:
@@ -341,4 +344,5 @@ def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:
         value_dim=config.d_v("decoder"),
         kv_heads=config.decoder.num_kv_heads,
         max_target_length=config.max_target_length or 0,
+        speech=config.speech,
     )

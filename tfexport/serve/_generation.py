@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from tfexport.decode.offline import alternatives
+from tfexport.decode.offline import alternatives, with_languages
 from tfexport.decode.request import Request, Status
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
@@ -43,8 +43,10 @@ class Generation(Generic[Item, Answer]):
         config = self.request.config
         self.status = Status.WAITING  # if it is CANCELLED, the thread drops it before the next step
         self.width, self.source_length = config.num_beams, self.request.source_length
-        # Finding the alternatives encodes the source too.
-        self.num_sources, self.num_rows = num_parts(config) + config.return_alternatives, num_rows(config)
+        # Finding the language or the alternatives encodes the source too.
+        self.is_encoded_before = config.return_alternatives or self.request.lacks_language
+        self.num_sources, self.num_rows = num_parts(config) + self.is_encoded_before, num_rows(config)
+        self.streams_later = self.request.stream and self.request.lacks_language  # the prompt, from the thread
         self.parts: list[Request] = []  # one for each sample or alternative
         self._hypotheses: dict[int, list[Hypothesis]] = {}  # of finished parts, by sample number
         self.joined = self.began = math.nan  # times when it left the queue, and of its first token
@@ -95,7 +97,8 @@ class Generation(Generic[Item, Answer]):
         return DeadlineExceeded(f"the time limit of {limit_s:.3g} s was exceeded {when}; raise it, or try again later")
 
     def expand(self, session: Session) -> None:
-        """Split the request into `parts`; may run the session to find alternatives."""
+        """Split the request into `parts`, after finding its language and alternatives."""
+        (self.request,) = with_languages(session, [self.request], 1)
         config = self.request.config
         if config.return_alternatives:
             self.parts = alternatives(session, [self.request], 1)
@@ -120,7 +123,7 @@ class Generation(Generic[Item, Answer]):
 
     def begin(self) -> None:
         """Stream the prefix, which does not count toward the buffer limit."""
-        if self.request.stream:
+        if self.request.stream and not self.streams_later:
             self.receive(self.request.prompt[1:])
             self.buffer += len(self._unread)
 

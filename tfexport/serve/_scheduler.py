@@ -189,13 +189,15 @@ class Scheduler:
             for job in self._waiting.take(self._choose):
                 job.joined = start
                 self._observer.joined(start - job.arrived, job.source_length)
-                if job.request.config.return_alternatives:
-                    budget -= job.source_length  # finding the alternatives encodes the source
+                if job.is_encoded_before:
+                    budget -= job.source_length
                 try:
                     job.expand(self._session)
                 except (InputError, BackendError) as error:  # only this job fails
                     events.append(Event(job, outcome=error))
                     continue
+                if job.streams_later:
+                    events.append(Event(job, job.request.prompt[1:]))
                 self._running |= {part.id: (job, part) for part in job.parts}
                 self._entering += job.parts
         if parts := self._take_entering(budget):

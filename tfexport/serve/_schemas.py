@@ -401,9 +401,7 @@ class Transcription(Parameters):  # type: ignore[misc, valid-type]
     response_format: Literal["json", "text"] = "json"
     stream: bool | None = None
     temperature: float | None = Field(default=None, description="Sample if above 0.")
-    # Only the values that disable them are accepted.
-    language: Literal[""] | None = None
-    prompt: Literal[""] | None = None
+    prompt: Literal[""] | None = None  # only the value that disables it is accepted
 
 
 class Embeddings(Body):

@@ -47,6 +47,8 @@ class Tokenizer:
         text, tokens, is_shared = text or TextConfig(), spec.tokens, len(files) == 1
         (source_name, source_raw), (target_name, target_raw) = files[0], files[-1]
         ends = {tokens.pad, tokens.start, tokens.eos}
+        if spec.speech:
+            ends |= {*spec.speech.ids, *range(spec.speech.first_timestamp or spec.vocab, spec.vocab)}
         # If the target has its own vocabulary, its start and end are ordinary tokens of the source.
         special = {*text.source_prefix, *text.source_suffix, *(ends if is_shared else {tokens.pad})}
         source = Vocabulary(source_raw, source_name, special, tokens.unk)

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from tfexport.decode.offline import decode
+from tfexport.decode.request import num_speech_tokens
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.score import score
 from tfexport.errors import InputError
@@ -55,7 +56,7 @@ def decode_best(
     session: Session, sources: Sequence[Source], num_beams: int, batch_size: int, prefixes: Prefixes | None = None
 ) -> list[Hypothesis]:
     """Decode at most 12 tokens of every source, or exactly 12 after `prefixes`."""
-    limit = min(NEW_TOKENS, session.spec.max_target_length)
+    limit = min(NEW_TOKENS, session.spec.max_target_length - num_speech_tokens(session.spec, DecodeConfig()))
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit, min_new_tokens=limit if prefixes else 0)
     return [best[0] for best in decode(session, sources, config, prefixes=prefixes, batch_size=batch_size)]
 
@@ -69,7 +70,8 @@ def compare_long_decodes(
         new = min(NEW_TOKENS, eager.spec.max_target_length)
         allowed = np.where(batch.target_ids == eager.spec.tokens.eos, eager.spec.tokens.start, batch.target_ids)
         sources.append(batch.first)
-        prefixes.append(allowed[0, 1 : batch.target_ids.shape[1] - new + 1].tolist())
+        begun = num_speech_tokens(eager.spec, DecodeConfig())
+        prefixes.append(allowed[0, 1 : batch.target_ids.shape[1] - new - begun + 1].tolist())
     expected = decode_best(eager, sources, 1, 1, prefixes)
     for stage in stages:
         report(f"decoding up to the length limit: {stage.name}")

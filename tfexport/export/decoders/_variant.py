@@ -28,7 +28,7 @@ SUPPORTED: Supported = {
         if switch.acts not in ("attention", "cross-attention", "positions")
     },
     **dict.fromkeys(("d_model", "d_ff", "layers", "source_vocab", "target_vocab", "tokens", "dropout", "labels")),
-    **dict.fromkeys(("features", "image")),
+    **dict.fromkeys(("features", "image", "speech")),
     **dict.fromkeys(("max_source_length", "max_target_length", "tie_embeddings", "tie_output")),
     **dict.fromkeys(("feed_forward_bias", "norm_bias", "output_bias")),
     "positions": ("table", "none", "rotary"),

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Inner
 from torch import Tensor
 
 from tfexport._arguments import is_whole
-from tfexport.contract import ModelSpec
+from tfexport.contract import ModelSpec, SpeechTokens
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing.accounting import Use
 from tfexport.nn.config import FeaturesConfig
@@ -116,6 +116,8 @@ class Family:
     unused: tuple[str, ...] = ()  # patterns of weights that transformers does not load
     features: Callable[[Reader], FeaturesConfig | None] | None = None  # front end of encoders that read features
     arrange: Callable[[Tensor], Tensor] = lambda features: features  # [batch, frames, dim] as transformers takes them
+    # Reads the tokens of prompts from config.json and generation settings; also returns the other settings.
+    speech: Callable[[Path, Mapping[str, Any], Mapping[str, Any]], tuple[SpeechTokens, dict[str, Any]]] | None = None
     convert: Callable[[Path, ModelSpec], dict[str, Inner]] | None = None  # None if transformers makes the tokenizers
     tokenizer_files: tuple[str, ...] = ()  # select `convert` if a directory has no config.json
 

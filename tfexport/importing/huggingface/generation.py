@@ -12,7 +12,9 @@ from tfexport.contract import TokenIds
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.generation import LENGTHS, GenerationDefaults
 from tfexport.importing._files import GENERATION_CONFIG
+from tfexport.nn.config import TransformerConfig
 
+_SPEECH = {"language", "task", "return_timestamps", "max_initial_timestamp_index"}
 _SUPPORTED = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
 # Unsupported options that change the text, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -28,6 +30,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guidance_scale": (1,),
     "token_healing": (False,),
     "watermarking_config": (),
+    "no_speech_threshold": (),
 }
 # Options that change how a text is computed or returned, not the text.
 _HARMLESS = {
@@ -44,23 +47,23 @@ _HARMLESS = {
 def read_generation(
     hf_config: Mapping[str, Any],
     hf_generation: Mapping[str, Any],
-    tokens: TokenIds,
-    vocab: int,
+    config: TransformerConfig,
     own_settings: Collection[str],
 ) -> tuple[GenerationDefaults, list[str]]:
     """Read the generation defaults as transformers does; also return notes."""
     name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
-    found = {key: value for key, value in found.items() if value is not None}
+    left_out = frozenset() if config.speech else _SPEECH  # keys with another meaning, as far as they have one
+    found = {key: value for key, value in found.items() if value is not None and key not in left_out}
     notes = list[str]()
     if ignored := [key for key, neutral in _UNSUPPORTED.items() if key in found and found[key] not in neutral]:
         listed = ", ".join(f"{key} {shortened(found[key])}" for key in ignored)
         notes.append(f"ignored {listed}: texts will differ from those of transformers")
     if hf_generation and (unknown := sorted(found.keys() - _SUPPORTED - _UNSUPPORTED.keys() - _HARMLESS)):
         notes.append(f"ignored {', '.join(unknown)[:200]}: transformers ignores these keys too")
-    options = _options(found, tokens, own_settings, notes)
+    options = _options(found, config.tokens, own_settings, notes)
     try:
         defaults = GenerationDefaults.from_dict(options, subject=name)
-        raise_all(ConfigError, name, defaults.token_problems(vocab))
+        raise_all(ConfigError, name, defaults.token_problems(config.target_vocab or 0))
     except ConfigError as error:
         raise CheckpointError(f"{error}; change it there, or remove it") from error
     listed = ", ".join(f"{key} {json.dumps(value)}" for key, value in defaults.given().items())

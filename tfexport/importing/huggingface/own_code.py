@@ -54,7 +54,7 @@ def prove(
             model = kind.from_pretrained(path, **options)
             # transformers 5 scales the logits of UMT5 regardless of config.json, unlike 4 and the training.
             model.config.tie_word_embeddings = hf_config.get("tie_word_embeddings", True)
-            reference, texts = _run(model.eval(), family, layout, canonical.config, transformers.GenerationConfig)
+            reference, texts = _run(model.eval(), family, layout, canonical.config, transformers)
             model.to("meta")  # frees its memory, although the module has reference cycles
     except (BackendError, ParityError):
         raise
@@ -120,15 +120,15 @@ class _Alone:
 
     encode: Any = None
 
-    def __init__(self, arrange: Callable[[Tensor], Tensor]) -> None:
-        self.arrange = arrange
+    def __init__(self, arrange: Callable[[Tensor], Tensor], generate: Callable[..., Tensor]) -> None:
+        self.arrange, self._generate = arrange, generate
 
     def logits(self, model: Any, features: Tensor, mask: Tensor, target_ids: Tensor) -> Tensor:
         rows = zip(self._rows(model, features, mask), target_ids, strict=True)
         return torch.cat([model(x, decoder_input_ids=ids[None], use_cache=False).logits for x, ids in rows])
 
     def generate(self, model: Any, features: Tensor, mask: Tensor, pad: int) -> Tensor:
-        texts = [model.generate(x)[0] for x in self._rows(model, features, mask)]
+        texts = [self._generate(model, x)[0] for x in self._rows(model, features, mask)]
         return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad)
 
     def _rows(self, model: Any, features: Tensor, mask: Tensor) -> list[Tensor]:
@@ -146,14 +146,15 @@ def _draw(side: IdRange | FrameRange, generator: torch.Generator) -> tuple[Tenso
 
 
 def _run(
-    model: Any, family: Family, layout: Layout, config: TransformerConfig, generation: Any
+    model: Any, family: Family, layout: Layout, config: TransformerConfig, transformers: Any
 ) -> tuple[ReferenceOutputs, Tensor]:
     """Return outputs for random sources, and greedy texts."""
     generator, pad = torch.Generator().manual_seed(0), config.tokens.pad
     limits = (config.source_vocab, config.max_source_length), (config.target_vocab or 0, config.max_target_length or 0)
     sides: list[IdRange | FrameRange] = [IdRange(vocab, pad, min(24, most), most) for vocab, most in limits]
     kind = config.features.source if config.features else None
-    caller = _Alone(family.arrange) if kind else _Together()
+    # Not the method of the model, because that of Whisper adds a prompt.
+    caller = _Alone(family.arrange, transformers.GenerationMixin.generate) if kind else _Together()
     if kind:
         sides[0] = FrameRange(kind, min(24, config.max_source_length), config.max_source_length)
     inputs: dict[str, Any] = {}
@@ -174,7 +175,7 @@ def _run(
     tokens = {name: getattr(model.generation_config, name) for name in names} | {"pad_token_id": pad}
     # With a cache, it fails for a T5 with more layers in its decoder than in its encoder.
     settings = {"suppress_tokens": [pad], "max_new_tokens": 16, "use_cache": False}
-    model.generation_config = generation(**tokens, **settings)
+    model.generation_config = transformers.GenerationConfig(**tokens, **settings)
     return reference, caller.generate(model, reference.source_ids, reference.source_mask, pad)
 
 
