@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.conftest import Once
 from tests.serve.running import Running, eventually, running, slow_steps
+from tests.test_inputs import AUDIO, CAPTIONS, IMAGE, SPEECH, samples, wav, write_bundle
 from tfexport.model.load import load
 
 if TYPE_CHECKING:
@@ -31,7 +35,9 @@ def browser() -> Iterator[Browser]:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the path")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=found)
+        # With a microphone that beeps.
+        options = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+        launched = driver.chromium.launch(executable_path=found, args=options)
         yield launched
         launched.close()
 
@@ -48,6 +54,20 @@ def server(
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Page]:
+    with opened(browser, server) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def file_server(browser: Browser, once: Once, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    speech = once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))
+    captions = once("captions", lambda path: write_bundle(path, CAPTIONS, IMAGE))
+    with running(tmp_path_factory.mktemp("files"), speech, captions, "--threads", 1) as server:
+        yield server
+
+
+@contextmanager
+def opened(browser: Browser, server: Running) -> Iterator[Page]:
     """Open the page; at the end no script has failed, and the policy was not broken."""
     complaints: list[str] = []
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
@@ -168,7 +188,7 @@ def test_hostile_text_is_shown_as_visible_text(page: Page) -> None:
         page.click(f"#tab-{tab}")
         page.wait_for_timeout(300)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
-    assert page.locator("main b:not(.tokens b), main img").count() == 0
+    assert page.locator("main b:not(.tokens b), main img:not(#preview)").count() == 0
 
 
 def test_the_alignment_is_drawn_if_the_bundle_has_one(page: Page) -> None:
@@ -240,3 +260,64 @@ def test_the_page_sends_the_token_and_shows_when_the_server_stops(
         expect_text(page, "about to stop", "#state-text")
         expect_text(page, "unreachable", "#state-text")
         page.close()
+
+
+def test_files_are_chosen_dropped_and_recorded(
+    browser: Browser, file_server: Running, once: Once, tmp_path: Path
+) -> None:
+    paths = [tmp_path / "a 'b' \"c\".wav", tmp_path / "d.wav"]
+    for number, path in enumerate(paths):
+        path.write_bytes(wav(samples(0.2 + 0.7 * number, number)))
+    with load(once("speech", lambda path: write_bundle(path, SPEECH, AUDIO)), threads=1) as model:
+        chosen, dropped = model.generate(paths)
+    with opened(browser, file_server) as page:
+        assert page.locator("#text").is_hidden()
+        page.click("#generate")
+        expect_text(page, "Choose a file first.", "#error")
+        page.set_input_files("#file", paths[0])
+        page.click("#generate")
+        expect_text(page, chosen.text)
+        page.click("#tab-tokens")
+        page.locator(".tokens").first.wait_for()
+        assert page.locator(".tokens b").all_inner_texts() == [f"w{token - 4}" for token in chosen.token_ids]
+        page.click("#tab-curl")
+        words = shlex.split(page.inner_text(".command code").replace("\\\n", ""))
+        assert words[-1] == 'file=@"' + paths[0].name.replace('"', '\\"') + '"'
+        data = page.evaluate_handle(
+            """(bytes) => {
+                const data = new DataTransfer();
+                data.items.add(new File([new Uint8Array(bytes)], "d.wav"));
+                return data;
+            }""",
+            list(paths[1].read_bytes()),
+        )
+        page.dispatch_event("#drop", "drop", {"dataTransfer": data})
+        expect_text(page, "d.wav", "#file-name")
+        page.click("#generate")
+        expect_text(page, dropped.text)
+        page.click("#record")
+        expect_text(page, "Stop", "#record")
+        page.wait_for_timeout(600)
+        page.click("#record")
+        expect_text(page, "recording.wav", "#file-name")
+        page.click("#generate")
+        expect_text(page, re.compile("^(Complete|Cut off at the limit)$"), "#status")
+        page.set_input_files("#file", {"name": "<b>x</b>.wav", "mimeType": "audio/wav", "buffer": b"RIFF"})
+        expect_text(page, "<b>x</b>.wav", "#file-name")
+        page.click("#generate")
+        expect_text(page, re.compile("not audio in a supported format"), "#error")
+
+
+def test_an_image_is_shown_and_described(browser: Browser, file_server: Running, once: Once, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (40, 30), "red").save(path := tmp_path / "red.png")
+    with load(once("captions", lambda path: write_bundle(path, CAPTIONS, IMAGE)), threads=1) as model:
+        (expected,) = model.generate([path], num_beams=4)
+    with opened(browser, file_server) as page:
+        page.select_option("#model", "captions")
+        assert page.locator("#record").is_hidden()
+        page.set_input_files("#file", path)
+        page.locator("#preview").wait_for()
+        page.get_by_text("Beam search", exact=True).click()
+        page.click("#generate")
+        expect_text(page, expected.text)

@@ -55,6 +55,7 @@ async def test_the_page_receives_the_properties_of_a_model(serve: Serve, texts: 
         (shown,) = (await served.client.get("/page/models")).json()["models"]
         assert (shown["name"], shown["state"], shown["is_ready"]) == ("dates", "ready", True)
         assert shown["facts"]["Maximum source"] == "64 tokens"
+        assert shown["reads"] == "text"
         assert shown["facts"]["Slots"] == "3"
         assert re.fullmatch(r"\d\.\d MB, fp32", shown["facts"]["Weights"])
         assert shown["facts"]["Threads"] == "1 encoder, 1 decoder"

@@ -53,6 +53,7 @@ export async function* postEvents(path, body, signal) {
 }
 
 function post(path, body, signal) {
+  if (body instanceof FormData) return send(path, { method: "POST", body, signal });
   const headers = { "Content-Type": "application/json" };
   return send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }

@@ -5,6 +5,7 @@ import { reason, showAnswers, showTokens } from "./answers.js";
 import { getJson, getText, needsToken, pathOf, postEvents, postJson, setToken, urlOf } from "./api.js";
 import { showCommand } from "./curl.js";
 import { byId, describe, element } from "./dom.js";
+import { chosenFile, connect, showSource } from "./files.js";
 import { History } from "./metrics.js";
 import { canStream, parameters, setDefaults, showFields, strategy } from "./options.js";
 import { plots } from "./plots.js";
@@ -51,7 +52,7 @@ async function loadModels() {
 function showState(state, text) {
   byId("state").dataset.state = state;
   if (byId("state-text").textContent !== text) byId("state-text").textContent = text;
-  byId("generate").disabled = running !== null || !model()?.facts;
+  byId("generate").disabled = running !== null || !model()?.facts || model().reads === "features";
 }
 
 function chooseModel() {
@@ -62,6 +63,7 @@ function chooseModel() {
   byId("examples").replaceChildren(
     ...examples.map((text) => element("button", { type: "button", dir: "auto", title: text, onclick: () => fill(text) }, text)),
   );
+  showSource(model().reads ?? "text");
   if (facts) setDefaults(defaults, model().max_target_length);
   if (byId("text").value === "" && examples.length > 0) byId("text").value = examples[0];
   setResult(EMPTY);
@@ -77,22 +79,36 @@ function fill(text) {
 
 function request() {
   const given = parameters();
-  const body = { text_input: byId("text").value, ...(Object.keys(given).length > 0 && { parameters: given }) };
   const stream = canStream(given);
-  return { body, stream, path: pathOf(byId("model").value, stream ? "generate_stream" : "generate") };
+  const source = isText() ? byId("text").value : null;
+  const sent = isText() ? { text_input: source, ...(Object.keys(given).length > 0 && { parameters: given }) } : form(given);
+  return { source, body: sent, given, stream, path: pathOf(byId("model").value, stream ? "generate_stream" : "generate") };
+}
+
+const isText = () => (model()?.reads ?? "text") === "text";
+
+function form(given) {
+  const form = new FormData();
+  form.append("file", chosenFile() ?? new File([], "FILE"));
+  if (Object.keys(given).length > 0) form.append("parameters", JSON.stringify(given));
+  return form;
 }
 
 async function generate() {
   if (running !== null || byId("generate").disabled) return;
-  const { body, stream, path } = request();
+  const { source, body, given, stream, path } = request();
+  if (!isText() && !chosenFile()) {
+    showError(new Error("choose a file first"));
+    return;
+  }
   const controller = (running = new AbortController());
   const times = { start: performance.now(), first: NaN, end: NaN };
-  setResult({ ...EMPTY, source: body.text_input });
+  setResult({ ...EMPTY, source });
   setRunning(true);
   try {
-    const answers = await (stream ? streamed : whole)(path, body, times, controller.signal);
+    const answers = await (stream ? streamed(path, body, given.prefix, times, controller.signal) : whole(path, body, controller.signal));
     times.end = performance.now();
-    setResult({ source: body.text_input, answers, chosen: 0 });
+    setResult({ source, answers, chosen: 0 });
     showNumbers(times, answers);
     byId("status").textContent = reason(answers[0]?.reason);
     byId("spoken").textContent = `${reason(answers[0]?.reason)}: ${answers[0]?.text}`;
@@ -106,8 +122,8 @@ async function generate() {
   }
 }
 
-async function streamed(path, body, times, signal) {
-  const prefixLength = body.parameters?.prefix?.length ?? 0;
+async function streamed(path, body, prefix, times, signal) {
+  const prefixLength = prefix?.length ?? 0;
   const output = byId("answer");
   let [text, pieces] = ["", 0];
   for await (const event of postEvents(path, body, signal)) {
@@ -123,7 +139,7 @@ async function streamed(path, body, times, signal) {
   throw new Error("the server ended the stream before the output was complete");
 }
 
-async function whole(path, body, times, signal) {
+async function whole(path, body, signal) {
   const { text_output: texts, output_ids: ids, scores, finish_reason: reasons } = await postJson(path, body, signal);
   if (!Array.isArray(texts)) return [answer({ output_ids: ids, scores, finish_reason: reasons }, texts)];
   return texts.map((text, place) => answer({ output_ids: ids[place], scores: scores[place], finish_reason: reasons[place] }, text));
@@ -191,6 +207,10 @@ async function showPanels() {
   } else if (answers.length === 0) {
     panel.replaceChildren(hint(name === "tokens" ? "Shows the source and output tokens." : "Shows the attention of each output token to the source."));
   } else {
+    if (name === "alignment" && !isText()) {
+      panel.replaceChildren(hint("The page shows alignments of texts only."));
+      return;
+    }
     if (name === "alignment" && !model().has_alignment) {
       panel.replaceChildren(hint("This bundle was exported without alignment. Export it with --alignment -1 to see the attention of each output token."));
       return;
@@ -212,12 +232,13 @@ function choose(place) {
 }
 
 async function tokensOf({ source, answers, chosen }) {
-  const sides = await postJson(`page/models/${encodeURIComponent(byId("model").value)}/tokens`, { text_input: source, target_ids: answers[chosen].ids });
-  return (panel) =>
-    showTokens(panel, [
-      { title: "Source", ids: sides.source_ids, tokens: sides.source_tokens },
-      { title: "Output", ids: sides.target_ids, tokens: sides.target_tokens },
-    ]);
+  const given = source === null ? { input_ids: [] } : { text_input: source };
+  const sides = await postJson(`page/models/${encodeURIComponent(byId("model").value)}/tokens`, { ...given, target_ids: answers[chosen].ids });
+  const shown = [
+    { title: "Source", ids: sides.source_ids, tokens: sides.source_tokens },
+    { title: "Output", ids: sides.target_ids, tokens: sides.target_tokens },
+  ];
+  return (panel) => showTokens(panel, source === null ? shown.slice(1) : shown);
 }
 
 async function alignmentOf({ source, answers, chosen }) {
@@ -301,6 +322,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) generate();
 });
 
+connect(() => showPanels());
 showFields();
 showNumbers({}, null);
 showPanels();

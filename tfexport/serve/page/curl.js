@@ -4,14 +4,16 @@ import { element } from "./dom.js";
 
 /** Show the command, with a button that copies it. */
 export function showCommand(panel, url, body, stream) {
-  const command = [
-    `curl${stream ? " -N" : ""} ${quoted(url)}`,
-    `  -H 'Content-Type: application/json'`,
-    `  -d ${quoted(JSON.stringify(body))}`,
-  ].join(" \\\n");
+  const sent = body instanceof FormData ? [...body].map(formField) : [`-H 'Content-Type: application/json'`, `-d ${quoted(JSON.stringify(body))}`];
+  const command = [`curl${stream ? " -N" : ""} ${quoted(url)}`, ...sent].join(" \\\n  ");
   const copy = element("button", { type: "button", onclick: () => copied(copy, code) }, "Copy");
   const code = element("code", {}, command);
   panel.replaceChildren(element("div", { class: "command" }, element("pre", { tabindex: "0" }, code), copy));
+}
+
+function formField([name, value]) {
+  const path = value instanceof File && value.name.replace(/["\\]/g, "\\$&");
+  return `-F ${quoted(path === false ? `${name}=${value}` : `${name}=@"${path}"`)}`;
 }
 
 // A shell changes nothing in single quotes, except single quotes; JSON escapes invisible characters.

@@ -70,9 +70,10 @@ def _about(engine: Engine) -> dict[str, Any]:
         return {"state": engine.state}
     model = engine.model
     samples = model.tokenizer.text.samples if model.tokenizer else ()
-    texts = [sample.text for sample in samples if sample.target_ids and len(sample.text) <= MAX_EXAMPLE]
+    texts = [one.text for one in samples if model.reads == "text" and one.target_ids and len(one.text) <= MAX_EXAMPLE]
     return {
         "state": engine.state,
+        "reads": model.reads,
         "facts": _facts(engine),
         "has_alignment": isinstance(model.session, Aligns) and model.session.has_alignment,
         "max_target_length": model.spec.max_target_length,
@@ -91,7 +92,7 @@ def _facts(engine: Engine) -> dict[str, str]:
         else f"encoder-only, width {spec.d_model}",
         "Weights": f"{weights / 1e6:,.1f} MB, {session.accuracy}",
         "Vocabulary": f"{spec.vocab:,}",
-        "Maximum source": f"{spec.max_source_length:,} tokens",
+        "Maximum source": f"{spec.max_source_length:,} {spec.source.unit}",
         "Maximum output": f"{spec.max_target_length:,} tokens",
         "Runtime": _BACKENDS[session.backend],
     }
