@@ -14,7 +14,7 @@ from tfexport.importing.own_module import OwnModule
 from tfexport.nn.cache import Cache, Cross, KeyValue, Source
 from tfexport.sources import Convolution, FeatureSource, ImageSource
 
-VOCAB, D, HEADS, LAYERS, LENGTH = 40, 32, 4, 2, 12
+VOCAB, D, HEADS, LAYERS, LENGTH = 40, 64, 4, 2, 12
 DIM, FRAMES = 6, 4 * LENGTH  # the most frames of LENGTH positions
 WIDTH = D // HEADS
 SHORTER = (Convolution(kernel=3, stride=2, padding=1),) * 2

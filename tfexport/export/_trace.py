@@ -222,7 +222,10 @@ def _square(node: Node) -> None:
 
 def _transpose(node: Node) -> None:
     source = node.all_input_nodes[0]
-    node.target, node.args = _ATEN.permute.default, (source, list(reversed(range(source.meta["val"].dim()))))
+    dims = list(range(source.meta["val"].dim()))
+    # The exporter translates `mT` to an Einsum that TensorRT does not read.
+    order = dims[::-1] if node.target is _ATEN.numpy_T.default else [*dims[:-2], *dims[:-3:-1]]
+    node.target, node.args = _ATEN.permute.default, (source, order)
 
 
 def _unflatten(node: Node) -> None:
@@ -261,6 +264,7 @@ _REWRITES = {
     _ATEN.to.dtype: _cast,
     _ATEN.detach_.default: _bypass,
     _ATEN.numpy_T.default: _transpose,
+    _ATEN.mT.default: _transpose,
     _ATEN.square.default: _square,
     _ATEN.flatten.using_ints: _flatten,
     _ATEN.unflatten.int: _unflatten,
