@@ -199,6 +199,7 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"  layout {origin['layout']}, certificate sha256 {origin['certificate_sha256']}")
     lines += [
         *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
+        *_source_lines(spec),
         *("", "Tokens", *_table(_token_rows(spec["tokens"], found["tokenizers"]))),
     ]
     if spec["labels"]:
@@ -219,6 +220,12 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     if parity is not None:
         lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
     return lines
+
+
+def _source_lines(spec: Mapping[str, Any]) -> list[str]:
+    source = spec["features"] or spec["image"] or {}
+    rows = [(name, json.dumps(value)) for name, value in source.items() if value]
+    return ["", "Features" if spec["features"] else "Image", *_table(rows)] if rows else []
 
 
 def _tokenizers(bundle: Bundle) -> dict[str, Any]:

@@ -49,6 +49,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "reshape that copies": lambda x: x.transpose(1, 2).reshape(x.shape[0], x.shape[1], 2, 3),
     "slices": lambda x: x[:, :, 1:][:][..., :-2] + x[:1, ::2, :1].sum(1, keepdim=True),
     "all axes reversed": lambda x: x.transpose(0, 2).T + 1,
+    "the last axes swapped": lambda x: x.mT + 1,
     "square": lambda x: x.square() + 1,
     "a number as a tensor": lambda x: x + torch.tensor(0.5),
     "whole numbers": lambda x: x / 4 + torch.where(x > 1, 2.0, -3.0) + torch.where(x > 1, x, 5),

@@ -281,7 +281,7 @@ def shuffled(sources: Sequence[T], seed: int) -> list[T]:
     return [sources[index] for index in np.random.default_rng(seed).permutation(len(sources))]
 
 
-def encoded(model: Model, texts: Sequence[str]) -> list[list[int]]:
-    if model.tokenizer is None:
+def encoded(model: Model, texts: Sequence[str]) -> list[Any]:
+    if model.reads == "text" and model.tokenizer is None:
         raise InputError("this bundle has no tokenizer for the texts of --input; omit it to use random sources")
-    return [list(ids) for ids in model.tokenizer.encode(texts)]
+    return model.read(texts)

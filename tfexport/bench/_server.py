@@ -18,6 +18,7 @@ from tfexport.errors import BenchError, InputError, ParityError, ServingError, p
 from tfexport.generation import DecodeConfig
 from tfexport.model.load import load
 from tfexport.model.model import Model
+from tfexport.runtime.sources import read_source
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.observer import Observer
@@ -71,7 +72,8 @@ async def _ask_engine(engine: Engine, decoding: DecodeConfig, source: Source) ->
             first = first or now()
     (best,) = await generation
     ended = now()
-    return Answer(first or min(generation.began, ended), ended, len(source), len(best.token_ids))
+    _, length, _ = read_source(engine.model.spec.source, source)
+    return Answer(first or min(generation.began, ended), ended, length, len(best.token_ids))
 
 
 def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:

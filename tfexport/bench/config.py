@@ -54,7 +54,7 @@ class BenchConfig(Config, subject="bench", former={"form": "variant"}):
     engine: str | None = None
     trusted_keys: tuple[str, ...] = ()
     batch_size: Annotated[tuple[Rows, ...], Help("Texts in a batch.")] = ()
-    source_length: Annotated[tuple[Length, ...], Help("Tokens of each random source.")] = ()
+    source_length: Annotated[tuple[Length, ...], Help("Tokens of each random source, or positions of features.")] = ()
     target_length: Annotated[tuple[Length, ...], Help("Exact number of new tokens per text.")] = ()
     num_beams: Annotated[int, Ge(1), Le(64), Help("Beams of beam search; 1 is greedy.")] = 1
     rate: Annotated[float | None, Ge(0.01), Le(100_000), Help("Requests per second of the server scenario.")] = None
@@ -120,7 +120,10 @@ def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> 
     batch_size = (config.slots,) if config.slots else _BATCH_SIZES[config.scenario]
     limits = {} if spec is None else {"source_length": spec.max_source_length, "target_length": spec.max_target_length}
     lengths = {"source_length": _SOURCE_LENGTH, "target_length": _TARGET_LENGTH}
-    default = {name: () if has_texts else (min(lengths[name], limit),) for name, limit in limits.items()}
+    chosen = {name: min(lengths[name], limit) for name, limit in limits.items()}
+    if spec is not None:
+        chosen["source_length"] = spec.source.fits(chosen["source_length"])
+    default = {name: () if has_texts else (length,) for name, length in chosen.items()}
     resolved = dataclasses.replace(
         config,
         batch_size=config.batch_size or (() if config.url else batch_size),
@@ -134,6 +137,11 @@ def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> 
         for name, limit in limits.items()
         for length in getattr(resolved, name)
         if length > limit
+    ]
+    problems += [
+        f"source_length is {length}, but every source has {has} positions; leave it out"
+        for length in config.source_length
+        if spec is not None and (has := spec.source.fits(length)) != length
     ]
     if has_texts and config.source_length:
         problems.append("source_length is set, but the texts of --input have their own lengths; omit one of them")

@@ -81,6 +81,8 @@ def _check(bundle: Bundle | None, config: BenchConfig, texts: Sequence[str] | No
         raise InputError("bench: sources are missing; set --input, or pass the served bundle for random sources")
     if bundle and not bundle.manifest.spec.has_decoder:
         raise InputError(f"{bundle.path}: is encoder-only and generates no text; bench measures generation")
+    if bundle and config.url and not bundle.manifest.spec.source_vocab:
+        raise InputError(f"{bundle.path}: reads features, and --url sends texts or token ids; leave out --url")
     if texts is not None and len(texts) > MAX_TEXTS:
         raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; use a sample of them")
 

@@ -24,11 +24,12 @@ from tfexport.bulk.config import BulkConfig, Format, Progress, Summary, need_for
 from tfexport.config import Config
 from tfexport.errors import InputError, first_line, raise_all
 from tfexport.generation import DecodeConfig
-from tfexport.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
 SUFFIXES = ("", "_score", "_finish_reason", "_error")
 NO_TEXT = "the row has no text"
+# Reads texts or files; raises InputError if the model cannot.
+Read = Callable[[list[str]], object]
 _JOB, _TEXTS, _ROWS, _PART = "job.json", "texts.parquet", "rows.parquet", re.compile(r"part-(\d{8})\.parquet")
 _PART_BYTES = 32 * 2**20
 
@@ -199,7 +200,7 @@ class Store:
             raise InputError(f"{self.folder.name} {problem}; pass the former options to resume it, or {remedy}")
         return True
 
-    def stage(self, source: Source, name: str, tokenizer: Tokenizer, job: Job) -> None:
+    def stage(self, source: Source, name: str, read: Read, job: Job) -> None:
         """Write the texts and the staged rows in parts, and then the job."""
         column = _choose_column(source.columns, job.input_column, name)
         if self.suffix != ".txt" and (taken := [one for one in self.schema.names if one in source.columns]):
@@ -214,7 +215,7 @@ class Store:
                 texts = _files.texts_of(batch, column)
                 for row, text in enumerate(texts if self.suffix == ".txt" else (), num_rows + 1):
                     try:
-                        tokenizer.encode([text or ""])
+                        read([text or ""])
                     except InputError as error:
                         problems.append(f"row {row}: {error.reason}")
                 num_rows += len(texts)
@@ -259,7 +260,7 @@ def run_job(
     target: str | PathLike[str],
     config: BulkConfig,
     decoding: DecodeConfig,
-    tokenizer: Tokenizer,
+    read: Read,
     bundle_sha256: str,
     backend: str,
     decode: Callable[[Store, Sequence[Part], Meter], None],
@@ -292,7 +293,7 @@ def run_job(
         if not store.resumes(job):
             try:
                 with open_source(place, suffix) as opened:
-                    store.stage(opened, place.name, tokenizer, job)
+                    store.stage(opened, place.name, read, job)
                 if place.stamp() != stamp:
                     raise InputError(f"{place.name} was changed while it was read; run again")
             except BaseException:

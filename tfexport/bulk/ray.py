@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,14 +17,15 @@ from typing import Annotated, Any
 import ray
 import ray.data
 
-from tfexport.bulk._job import Meter, Part, Store, run_job
+from tfexport.bulk._job import Meter, Part, Read, Store, run_job
 from tfexport.bulk.config import BulkConfig, Progress, Summary
 from tfexport.bulk.run import Decoder
 from tfexport.bundle.bundle import open_bundle
 from tfexport.config import Config, Ge, Help
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
 from tfexport.generation import DecodeConfig
-from tfexport.model.load import load, load_tokenizer
+from tfexport.model.inputs import read_features
+from tfexport.model.load import load, load_processor, load_tokenizer
 from tfexport.model.model import bundle_sha256
 
 _MAX_BLOCKS = 4096  # with more parts, a block of Ray Data has several parts
@@ -73,8 +75,10 @@ def generate_file(
         # A worker runs the checks, because this process may lack the backend.
         check = ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_check)
         decoding, sha256, backend = ray.get(check.remote(path, workers, config, options))
-    tokenizer = load_tokenizer(open_bundle(Path(path), weights=False))
+    opened = open_bundle(Path(path), weights=False)
+    tokenizer, processor = load_tokenizer(opened), load_processor(opened)
     assert tokenizer is not None  # otherwise `_check` has raised
+    read: Read = partial(read_features, processor, paths=True) if processor else tokenizer.encode
 
     def decode(_store: Store, missing: Sequence[Part], meter: Meter) -> None:
         if not missing:
@@ -92,7 +96,7 @@ def generate_file(
             for row in decoded.iter_rows():
                 meter.add(row["count"])
 
-    return run_job(source, target, config, decoding, tokenizer, sha256, backend, decode, report, on_progress)
+    return run_job(source, target, config, decoding, read, sha256, backend, decode, report, on_progress)
 
 
 def _check(

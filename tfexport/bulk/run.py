@@ -13,6 +13,7 @@ from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model, bundle_sha256
 from tfexport.model.result import Result, check_copies
+from tfexport.runtime.sources import stand_in
 
 _Answer = tuple[Any, Any, Any, str | None]  # texts, scores, finish reasons, error
 
@@ -34,7 +35,8 @@ def generate_file(
 
     Args:
         model: an open model.
-        source: path or URI of the input: .parquet, .jsonl, .csv, .tsv or .txt.
+        source: path or URI of the input: .parquet, .jsonl, .csv, .tsv or .txt. For a model of audio or images, it has
+            paths of files.
         target: path or URI of the output, in any of these formats; an existing file is replaced.
         config: settings of the run; None for the defaults.
         report: receives status lines.
@@ -56,7 +58,7 @@ def generate_file(
             decoder.decode(store, part, meter.add)
             meter.set(decoded := decoded + part.count)
 
-    facts = decoder.decoding, decoder.tokenizer, bundle_sha256(model), model.session.backend
+    facts = decoder.decoding, model.read, bundle_sha256(model), model.session.backend
     return run_job(source, target, config, *facts, decode, report, on_progress)
 
 
@@ -67,12 +69,14 @@ class Decoder:
         """Run all checks that need no text."""
         if model.tokenizer is None:
             raise InputError("this bundle has no tokenizer and reads no texts; export it with its tokenizer")
+        if model.reads == "features":
+            raise InputError("this bundle reads features, not texts or files; export it with its processor")
         self.tokenizer, self.decoding = model.tokenizer, decoding
         self._model, self._config = model, config
         if decoding.replace_unknowns:
             check_copies(model.session, model.tokenizer)
         begin, tokens = self.tokenizer.begin_target(config.prefix or ""), self.tokenizer
-        source = [[model.spec.tokens.eos]]
+        source = [stand_in(model.spec.source)]
         check_requests(model.session, source, decoding, [begin], tokens.decode, len(tokens.text.target_prefix))
 
     def decode(self, store: Store, part: Part, on_progress: Callable[[int], None] | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tfexport._io.names import CARD
+from tfexport._io.names import CARD, PROCESSOR
 from tfexport._io.signature import SigningKey
 from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
@@ -97,7 +97,8 @@ def export_bundle(
             identity=identity or Identity(),
             module=opened.module,
         )
-        card = render_card(draft, has_tokenizer=opened.tokenizer is not None)
+        has_processor = PROCESSOR in opened.files
+        card = render_card(draft, has_tokenizer=opened.tokenizer is not None, has_processor=has_processor)
         (builder.path / CARD).write_text(card, encoding="utf-8")
         builder.finish(draft)
     for name in builder.stale_engines:
