@@ -41,7 +41,7 @@ def test_every_wrong_option_is_listed_before_anything_is_read(tmp_path: Path, mo
     monkeypatch.setattr("tfexport.importing.importer.read_checkpoint", never)
     (tmp_path / "model.pt").write_bytes(b"not read")
     wrong = ("norm_place=middle", "eps=1", "activation", "num_heads=2", "tokens.pad=-1", "tokens.end=3")
-    config = ImportConfig(layout="notebook-4", heads=4, settings=(*wrong, "max_length=many", "dec.norm_eps=1"))
+    config = ImportConfig(layout="notebook-4", heads=4, settings=(*wrong, "max_length=many", "dec.norm=rms"))
     error = refused(
         tmp_path / "model.pt", config, reference=tmp_path / "absent", target_tokenizer=tmp_path / "absent.json"
     )
@@ -53,7 +53,7 @@ def test_every_wrong_option_is_listed_before_anything_is_read(tmp_path: Path, mo
         "tokens.pad is -1, expected an id",
         "token end is unknown, expected one of unk, pad",
         "max_length is 'many', expected a whole number",
-        "switch dec.norm_eps is unknown",
+        "switch dec.norm is unknown",
         "layout 'notebook-4' is not a file or one of ajhalthor, ",
         "absent: is missing",
         "absent.json: is missing",

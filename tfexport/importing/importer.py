@@ -42,14 +42,14 @@ from tfexport.importing.huggingface.generation import read_generation
 from tfexport.importing.huggingface.own_code import prove
 from tfexport.importing.huggingface.processor import directory_processor
 from tfexport.importing.huggingface.tokenizer import tokenizer_names
-from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
+from tfexport.importing.layout.apply import FOLDED_PROJECTION, Canonical, apply_layout, fits_names, unsupported
 from tfexport.importing.layout.layout import SIDES, Layout, builtin_layouts, override, render_layout
 from tfexport.importing.reference.certificate import Certificate, certify
 from tfexport.importing.reference.compare import BASELINES, TOLERANCE, compare, fitting_threads, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
 from tfexport.importing.reference.weights import check_weights, completed, with_recorded_prefix
 from tfexport.importing.text import ImportedText, Tokenizers, import_text
-from tfexport.nn.config import TransformerConfig, model_spec
+from tfexport.nn.config import ImageConfig, TransformerConfig, model_spec
 from tfexport.nn.directory import check_free, save_model
 from tfexport.nn.switches import Value
 from tfexport.text.config import TextConfig
@@ -270,7 +270,9 @@ class _Import:
         if unread := [name for name in family.unread if name in hf]:
             self.report(f"config.json: ignored keys that transformers does not read: {', '.join(unread)}")
         settings, front = read_settings(family, hf, generation, self.checkpoint.tensors, self.own_settings)
-        return family, replace(named_layout(family.layout(hf)), features=front), settings
+        found = named_layout(family.layout(hf))
+        found = replace(found, image=front) if isinstance(front, ImageConfig) else replace(found, features=front)
+        return family, found, settings
 
     def _proof(self, path: Path) -> _Proof:
         # Use the state dict in the reference file, the one next to it, or the checkpoint's.
@@ -414,6 +416,8 @@ class _Import:
         """Compare a Hugging Face directory, or note why it is not proven."""
         reason = "there are no reference outputs"
         if self.family and self.config.compare:
+            if any(line.line == FOLDED_PROJECTION for line in canonical.lines):  # which is rounded to float32
+                canonical = apply_layout(layout, {name: tensor.double() for name, tensor in self.tensors.items()})
             try:
                 return prove(self.path, self.family, self.hf_config or {}, self.own, layout, canonical)
             except BackendError as error:

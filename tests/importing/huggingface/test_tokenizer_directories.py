@@ -42,6 +42,9 @@ def train(path: Path, kind: str = "unigram", lines: list[str] = LINES, **options
     return [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
 
 
+VISION = {"model_type": "vision-encoder-decoder", "encoder": {"model_type": "vit"}, "decoder": {"model_type": "trocr"}}
+
+
 def write(folder: Path, **files: Any) -> None:
     for name, data in files.items():
         (folder / f"{name}.json").write_text(json.dumps(data))
@@ -106,6 +109,18 @@ def m2m100(folder: Path) -> tuple[Any, ModelSpec]:
     return theirs, spec(len(ids) + 108, pad=1, start=2, eos=2, unk=3)
 
 
+def trocr(folder: Path) -> tuple[Any, ModelSpec]:
+    bart(folder)
+    write(folder, config=VISION, tokenizer_config={"tokenizer_class": "RobertaTokenizer"})
+    return transformers.RobertaTokenizer.from_pretrained(folder), spec(400, pad=1, start=2, eos=2, unk=3)
+
+
+def trocr_small(folder: Path) -> tuple[Any, ModelSpec]:
+    count = len(train(folder / "sentencepiece.bpe.model"))
+    write(folder, config=VISION, tokenizer_config={"tokenizer_class": "XLMRobertaTokenizer"})
+    return transformers.XLMRobertaTokenizer.from_pretrained(folder), spec(count + 2, pad=1, start=2, eos=2, unk=3)
+
+
 FAMILIES: dict[str, Callable[[Path], tuple[Any, ModelSpec]]] = {
     "marian": marian,
     "marian of BPE": lambda folder: marian(folder, kind="bpe"),
@@ -113,8 +128,10 @@ FAMILIES: dict[str, Callable[[Path], tuple[Any, ModelSpec]]] = {
     "bart": bart,
     "t5": t5,
     "m2m100": m2m100,
+    "trocr": trocr,
+    "trocr-small": trocr_small,
 }
-SLOW = [name for name in FAMILIES if name not in ("bart", "t5")]
+WITH_SETTINGS = [name for name in FAMILIES if name not in ("bart", "t5")]
 
 
 def imported(folder: Path, found: ModelSpec, output: Path) -> Tokenizer:
@@ -161,7 +178,7 @@ def test_ids_and_decoded_text_equal_transformers(family: str, tmp_path: Path) ->
     assert not different, (len(different), different[:3])
     assert sum(ids is not None for _, _, ids in pairs) > 190
     rows = [theirs(text_target=text).input_ids for text in [*texts, *(text.upper() for text in texts)]]
-    assert family == "bart" or sum(theirs.unk_token_id in ids for ids in rows) > 100
+    assert family in ("bart", "trocr") or sum(theirs.unk_token_id in ids for ids in rows) > 100
     assert [ours.decode(ids) for ids in rows] == [theirs.decode(ids, skip_special_tokens=True) for ids in rows]
 
 
@@ -170,7 +187,7 @@ def test_spaces_before_punctuation_are_removed_if_the_settings_say_so(family: st
     folder = tmp_path / "hf"
     folder.mkdir()
     theirs, found = FAMILIES[family](folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) if family in SLOW else {}
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) if family in WITH_SETTINGS else {}
     write(folder, tokenizer_config={**settings, "clean_up_tokenization_spaces": True})
     theirs.clean_up_tokenization_spaces = True
     ours, texts = imported(folder, found, tmp_path / "ours"), ["the ? the ! the , don ' t the n't", *odd_texts()]

@@ -244,6 +244,13 @@ def test_projections_by_head() -> None:
     assert "has 3 heads, expected 4" in message
 
 
+def test_a_map_between_the_sides_that_does_not_fit_is_refused() -> None:
+    tensors = {**state(), "bridge.weight": torch.zeros(31, 32, dtype=torch.float64)}
+    layout = replace(IDENTITY, map=(*IDENTITY.map, "bridge.{wb} -> enc.proj.{wb}"))
+    message = message_of(CheckpointError, lambda: apply_layout(layout, tensors, heads=4))
+    assert message.count("enc.proj before dec.layers.1.cross.v.weight: [32, 32] does not fit [31, 32]") == 1
+
+
 def test_scales_fold_into_weights() -> None:
     """Scaled embeddings, a scaled query and gains stored as gamma - 1 are the same model as switches say."""
     own = output(

@@ -88,6 +88,8 @@ def test_parts_and_heads() -> None:
     found = matches(Rule("a.{i}.h.{h}.w", "e.{i}.w"), keys)
     assert [match.targets for match in found] == [("e.0.w",), ("e.1.w",)]
     assert found[1].sources == ("a.1.h.0.w", "a.1.h.1.w", "a.1.h.2.w", "a.1.h.10.w")
+    (joined,) = matches(Rule("{b|a|c}.{wb}", "e.{wb}"), ["a.bias", "b.bias"])
+    assert joined == (("b.bias", "a.bias"), ("e.bias",))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,9 @@ def test_parts_and_heads() -> None:
         ("a.{i}", "b", "{i} is on the left only"),
         ("a", "b.{wb}", "{wb} is on the right only"),
         ("a.{2i}", "b.{2i}", "{i}"),
-        ("a", "b.{h}", "{h} may be on the left only"),
+        ("a", "b.{h}", "may be on the left only"),
+        ("a", "b.{c|d}", "may be on the left only"),
+        ("a.{h}.{b|c}", "d", "may be there only once"),
         ("a.[q/k]", "b", "may be on the right only"),
         ("a.{i", "b.{i}", "close every bracket"),
         ("a.{0i}", "b.{i}", "counts no layers"),

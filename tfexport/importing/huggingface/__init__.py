@@ -24,7 +24,7 @@ from tfexport._arguments import is_whole
 from tfexport.contract import ModelSpec, SpeechTokens
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing.accounting import Use
-from tfexport.nn.config import FeaturesConfig
+from tfexport.nn.config import FeaturesConfig, ImageConfig
 from tfexport.nn.switches import Value
 
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
@@ -68,7 +68,7 @@ class Reader:
 
     def check_layers(self, name: str, side: str, keys: Iterable[str]) -> None:
         """Compare a number of layers with the keys of the weights."""
-        layer = re.compile(rf"(?:^|\.){side}\.(?:layers|block)\.(\d+)\.")
+        layer = re.compile(rf"(?:^|\.){side}\.(?:transformer\.)?(?:layers?|block|h)\.(\d+)\.")
         layers, count = {int(found[1]) for key in keys if (found := layer.search(key))}, self.whole(name)
         missing = next(number for number in itertools.count() if number not in layers)
         unused = sorted(number for number in layers if number >= count)
@@ -115,6 +115,8 @@ class Family:
     unread: tuple[str, ...] = ()  # keys of config.json that no current version of transformers reads
     unused: tuple[str, ...] = ()  # patterns of weights that transformers does not load
     features: Callable[[Reader], FeaturesConfig | None] | None = None  # front end of encoders that read features
+    image: Callable[[Reader], ImageConfig | None] | None = None  # front end of encoders that read images
+    repair: Callable[[Any], None] = lambda model: None  # corrects a model that transformers loaded
     arrange: Callable[[Tensor], Tensor] = lambda features: features  # [batch, frames, dim] as transformers takes them
     # Reads the tokens of prompts from config.json and generation settings; also returns the other settings.
     speech: Callable[[Path, Mapping[str, Any], Mapping[str, Any]], tuple[SpeechTokens, dict[str, Any]]] | None = None
@@ -142,17 +144,17 @@ def read_settings(
     generation: Mapping[str, Any],
     keys: Collection[str],
     own_settings: Collection[str] = (),
-) -> tuple[dict[str, Value], FeaturesConfig | None]:
+) -> tuple[dict[str, Value], FeaturesConfig | ImageConfig | None]:
     """Read a config.json as settings and a front end.
 
     `own_settings` of the user replace its tokens.
     """
-    reader, front = Reader(config, family.defaults), None
-    known = {*own_settings, "tokens.pad"} if family.features else own_settings  # no id pads features
+    reader, front, read_front = Reader(config, family.defaults), None, family.features or family.image
+    known = {*own_settings, "tokens.pad"} if read_front else own_settings  # no id pads features
     found = family.settings(reader, keys) | read_tokens(reader, generation, known)
-    if family.features and not reader.problems:
+    if read_front and not reader.problems:
         try:
-            front = family.features(reader)
+            front = read_front(reader)
         except ConfigError as error:
             reader.problems += error.problems
     raise_all(CheckpointError, "config.json", list(dict.fromkeys(reader.problems)))

@@ -10,7 +10,7 @@ from typing import Any
 from tfexport._io.names import CONFIG
 from tfexport.contract import TokenIds
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
-from tfexport.generation import LENGTHS, GenerationDefaults
+from tfexport.generation import LENGTHS, DecodeConfig, GenerationDefaults
 from tfexport.importing._files import GENERATION_CONFIG
 from tfexport.nn.config import TransformerConfig
 
@@ -51,7 +51,7 @@ def read_generation(
     own_settings: Collection[str],
 ) -> tuple[GenerationDefaults, list[str]]:
     """Read the generation defaults as transformers does; also return notes."""
-    name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
+    name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, _with_decoder(hf_config))
     left_out = frozenset() if config.speech else _SPEECH  # keys with another meaning, as far as they have one
     found = {key: value for key, value in found.items() if value is not None and key not in left_out}
     notes = list[str]()
@@ -69,6 +69,14 @@ def read_generation(
     listed = ", ".join(f"{key} {json.dumps(value)}" for key, value in defaults.given().items())
     first = [f"the defaults are {listed}"] if listed else []
     return defaults, [f"{name}: {note}" for note in [*first, *notes]]
+
+
+def _with_decoder(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add options of a nested decoder that the outer configuration leaves out."""
+    decoder = hf_config["decoder"] if isinstance(hf_config.get("decoder"), dict) else {}
+    options = {key: value for key, value in decoder.items() if key in _SUPPORTED or key == "bos_token_id"}
+    given = {key: value for key, value in options.items() if value != getattr(DecodeConfig, key, None)}
+    return given | {key: value for key, value in hf_config.items() if value is not None}
 
 
 def _options(

@@ -22,7 +22,7 @@ from tfexport.importing.layout.apply import Canonical
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.reference.certificate import Certificate, uncompared
 from tfexport.importing.reference.compare import BASELINES, Comparator, compare_lengths, tolerance
-from tfexport.importing.reference.lengths import LENGTHS, FrameRange, IdRange, run_row
+from tfexport.importing.reference.lengths import LENGTHS, FrameRange, IdRange, PixelRange, run_row
 from tfexport.importing.reference.original import Original
 from tfexport.importing.reference.outputs import ReferenceOutputs, draw_batch
 from tfexport.nn.config import TransformerConfig
@@ -44,14 +44,16 @@ def prove(
 ) -> Certificate:
     """Compare with transformers; raise BackendError if it cannot run the model."""
     transformers = need_transformers(path)
-    kind = transformers.AutoModelForSpeechSeq2Seq if family.features else transformers.AutoModelForSeq2SeqLM
+    task = "SpeechSeq2Seq" if family.features else "ImageTextToText" if family.image else "Seq2SeqLM"
+    kind = getattr(transformers, f"AutoModelFor{task}")
     verbosity = transformers.utils.logging.get_verbosity()
     try:
         transformers.utils.logging.set_verbosity_error()
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
-            _check_sizes(transformers.AutoConfig, kind, path, tensors)
+            _check_sizes(transformers, kind, path, tensors)
             options = {**_LOCAL, "weights_only": True, "dtype": torch.float32, "attn_implementation": "eager"}
             model = kind.from_pretrained(path, **options)
+            family.repair(model)
             # transformers 5 scales the logits of UMT5 regardless of config.json, unlike 4 and the training.
             model.config.tie_word_embeddings = hf_config.get("tie_word_embeddings", True)
             reference, texts = _run(model.eval(), family, layout, canonical.config, transformers)
@@ -86,12 +88,13 @@ def prove(
     )
 
 
-def _check_sizes(config: Any, kind: Any, path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_sizes(transformers: Any, kind: Any, path: Path, tensors: Mapping[str, Tensor]) -> None:
     with torch.device("meta"):
-        empty = kind.from_config(config.from_pretrained(path, **_LOCAL))
+        empty = kind.from_config(transformers.AutoConfig.from_pretrained(path, **_LOCAL))
+    stored = transformers.core_model_loading.revert_weight_conversion(empty, empty.state_dict())
     problems = [
         f"{name} is {list(tensors[name].shape)}, config.json describes {list(tensor.shape)}"
-        for name, tensor in empty.state_dict().items()
+        for name, tensor in stored.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
     raise_all(ParityError, str(path), problems[:8], remedy="correct config.json, or import it with --no-compare")
@@ -136,10 +139,24 @@ class _Alone:
         return [self.arrange(row[None, :length]) for row, length in zip(wide, lengths, strict=True)]
 
 
-def _draw(side: IdRange | FrameRange, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw three rows of uneven length, and their mask."""
+class _Pictures:
+    """Run a batch of images at once."""
+
+    encode: Any = staticmethod(lambda model, x, mask: model.get_encoder()(x.to(model.dtype)).last_hidden_state)
+
+    def logits(self, model: Any, pixels: Tensor, mask: Tensor, target_ids: Tensor) -> Tensor:
+        return model(pixels.to(model.dtype), decoder_input_ids=target_ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def generate(self, model: Any, pixels: Tensor, mask: Tensor, pad: int) -> Tensor:
+        return model.generate(pixels.to(model.dtype))  # type: ignore[no-any-return]
+
+
+def _draw(side: IdRange | FrameRange | PixelRange, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw three rows of uneven length, or images, and their mask."""
     if isinstance(side, IdRange):
         return draw_batch(side.vocab, side.short, side.pad, generator)
+    if isinstance(side, PixelRange):
+        return side.draw((3, side.short), generator), torch.ones(3, side.short, dtype=torch.bool)
     features = side.draw((3, side.short), generator)
     lengths = [features.shape[1], *(side.source.least_frames(n) for n in (side.short // 2 + 1, 1))]
     return features, length_mask(torch.tensor(lengths), features.shape[1])
@@ -151,12 +168,17 @@ def _run(
     """Return outputs for random sources, and greedy texts."""
     generator, pad = torch.Generator().manual_seed(0), config.tokens.pad
     limits = (config.source_vocab, config.max_source_length), (config.target_vocab or 0, config.max_target_length or 0)
-    sides: list[IdRange | FrameRange] = [IdRange(vocab, pad, min(24, most), most) for vocab, most in limits]
-    kind = config.features.source if config.features else None
-    # Not the method of the model, because that of Whisper adds a prompt.
-    caller = _Alone(family.arrange, transformers.GenerationMixin.generate) if kind else _Together()
-    if kind:
-        sides[0] = FrameRange(kind, min(24, config.max_source_length), config.max_source_length)
+    sides: list[IdRange | FrameRange | PixelRange] = [
+        IdRange(vocab, pad, min(24, most), most) for vocab, most in limits
+    ]
+    caller: _Together | _Alone | _Pictures = _Together()
+    if config.features:
+        # Not the method of the model, because that of Whisper adds a prompt.
+        caller = _Alone(family.arrange, transformers.GenerationMixin.generate)
+        sides[0] = FrameRange(config.features.source, min(24, config.max_source_length), config.max_source_length)
+    elif config.image:
+        source = config.image.source
+        caller, sides[0] = _Pictures(), PixelRange(source, source.positions, source.positions)
     inputs: dict[str, Any] = {}
     for name, side in zip(("source", "target"), sides, strict=True):
         inputs[f"{name}_ids"], inputs[f"{name}_mask"] = _draw(side, generator)

@@ -78,7 +78,7 @@ def _compiled(node: ast.expr, text: str, used: set[str]) -> Callable[[Names], fl
 
 
 class Match(NamedTuple):
-    """Checkpoint keys, one for each head if joined, and their canonical names."""
+    """Checkpoint keys, several if they are joined, and their canonical names."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -92,12 +92,9 @@ class _Piece(NamedTuple):
 
     @property
     def regex(self) -> str:
-        match self.kind:
-            case "text":
-                return re.escape(self.words[0])
-            case "i" | "h":
-                return "(0|[1-9][0-9]{0,3})"
-        return f"({'|'.join(map(re.escape, self.words))})"
+        if self.kind == "text":
+            return re.escape(self.words[0])
+        return f"({'|'.join(map(re.escape, self.words))})" if self.words else "(0|[1-9][0-9]{0,3})"
 
 
 _BRACES = {"wb": _Piece("wb", ("weight", "bias")), "h": _Piece("h")}
@@ -123,6 +120,8 @@ def _braces(inner: str) -> _Piece:
         if int(index[1] or 1) == 0:
             raise ConfigError(f"{{{inner}}} counts no layers; expected a factor of 1 or more")
         return _Piece("i", factor=int(index[1] or 1), offset=int(f"{index[2] or '+'}{index[3] or 0}"))
+    if "|" in inner:
+        return _Piece("h", tuple(inner.split("|")))
     return _Piece("list", tuple(word.strip() for word in inner.split(",")))
 
 
@@ -134,11 +133,12 @@ class Rule:
         raise_all(ConfigError, f"{source} -> {target}", _problems(left, self._target))
         self._regex = re.compile("".join(piece.regex for piece in left))
         self._variable = [piece for piece in left if piece.kind != "text"]
-        self.joins_heads = any(piece.kind == "h" for piece in left)
+        self.joins = any(piece.kind == "h" for piece in left)
+        self.joins_heads = _BRACES["h"] in left
         self.splits = any(piece.kind == "parts" for piece in self._target)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int | None] | None:
-        """Return the canonical names of a key and its head, or None without a match."""
+        """Return the canonical names of a key and its place in a join, or None."""
         found = self._regex.fullmatch(key)
         if found is None:
             return None
@@ -154,9 +154,11 @@ class Rule:
                 if rest or layer < 0:
                     return None
                 value = str(layer)
+            elif piece.kind == "h" and piece.words:
+                value = str(piece.words.index(text))
             if values.setdefault(piece.kind, value) != value:
                 return None
-        return self._names(places, values), int(values["h"]) if self.joins_heads else None
+        return self._names(places, values), int(values["h"]) if self.joins else None
 
     def targets(self) -> set[str]:
         """Return every name that the right side can produce for layer 0."""
@@ -193,22 +195,22 @@ def _problems(source: Sequence[_Piece], target: Sequence[_Piece]) -> list[str]:
     checks = {
         "the right side counts layers only with {i}": any(p.kind == "i" and p != _Piece("i") for p in target),
         f"its lists give more than {_MAX_NAMES} names": math.prod(map(len, left)) > _MAX_NAMES,
-        "{h} may be on the left only, where it joins the heads": "h" in kinds[1],
+        "{h} and {a|b} may be on the left only, where they join tensors": "h" in kinds[1],
         "[…/…] may be on the right only, where it cuts a tensor": "parts" in kinds[0],
-        "[…/…] and {h} may be there only once": kinds[1].count("parts") > 1 or kinds[0].count("h") > 1,
+        "[…/…], and {h} or {a|b}, may be there only once": kinds[1].count("parts") > 1 or kinds[0].count("h") > 1,
     }
     return problems + [problem for problem, is_wrong in checks.items() if is_wrong]
 
 
 def matches(rule: Rule, keys: Iterable[str]) -> list[Match]:
-    """Return the matches of a line in key order; the keys of heads are grouped."""
+    """Return the matches of a line in key order; keys that are joined are grouped."""
     found: list[Match] = []
-    heads: dict[tuple[str, ...], dict[int, str]] = {}
+    joined: dict[tuple[str, ...], dict[int, str]] = {}
     for key in keys:
         if one := rule.match(key):
-            targets, head = one
-            if head is None:
+            targets, place = one
+            if place is None:
                 found.append(Match((key,), targets))
             else:
-                heads.setdefault(targets, {})[head] = key
-    return found + [Match(tuple(by[head] for head in sorted(by)), targets) for targets, by in heads.items()]
+                joined.setdefault(targets, {})[place] = key
+    return found + [Match(tuple(by[place] for place in sorted(by)), targets) for targets, by in joined.items()]

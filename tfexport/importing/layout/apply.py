@@ -24,7 +24,7 @@ from tfexport.importing.layout.layout import (
     parse_line,
     parse_post,
 )
-from tfexport.importing.layout.ops import Context, Step, run, sinusoid
+from tfexport.importing.layout.ops import Context, Step, product, run, sinusoid
 from tfexport.importing.layout.sizes import check_shapes, expected_shapes, read_config, read_tokens
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.switches import Value
@@ -34,6 +34,8 @@ from tfexport.nn.transformer import Transformer, on_meta
 PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
 _MAX_HEADS = 64
 _EMBEDDING = "enc.embed.weight"
+_CROSS = re.compile(r"dec\.layers\.\d+\.cross\.[kv]\.weight")
+FOLDED_PROJECTION = "post enc.proj"  # the use of tensors that this fold reads or changes
 # Architectures that the canonical model does not support, and the patterns of their keys.
 _UNSUPPORTED = {
     "relative positions by Shaw": r"rel(ative)?_(pos(itions?)?_?)?(keys?|values?|k|v)(_emb\w*)?\b",
@@ -341,7 +343,24 @@ class _Execution:
                     changed[name] = folded[0]
             made |= changed
             self.uses.append(LineUse(f"post {text}", (), tuple(changed)))
+        self._fold_projection(made)
         return made
+
+    def _fold_projection(self, made: dict[str, Tensor]) -> None:
+        """Fold `enc.proj`, a linear map between the sides, into cross-attention."""
+        if (weight := made.pop("enc.proj.weight", None)) is None:
+            return
+        bias, changed = made.pop("enc.proj.bias", None), dict[str, Tensor]()
+        for name in [name for name in made if _CROSS.fullmatch(name)]:
+            before, offset = made[name], name.replace("weight", "bias")
+            try:
+                changed[name] = product(before, weight)
+                if bias is not None:
+                    changed[offset] = product(before, bias, made.get(offset))
+            except CheckpointError as error:
+                self.problems.append(f"enc.proj before {name}: {error}")
+        made |= changed
+        self.uses.append(LineUse(FOLDED_PROJECTION, (), ("enc.proj.weight", "enc.proj.bias", *changed)))
 
     def _run_pair(
         self, number: int, line: Line, pair: Match, tensors: Mapping[str, Tensor], names: Names

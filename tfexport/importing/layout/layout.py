@@ -28,6 +28,7 @@ _CANONICAL = re.compile(
     r"|layers\.\d+\.((self\.([qkvo]|[qk]_norm)|(post_)?norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias)|rel_bias\.weight))"
     r"|dec\.layers\.\d+\.cross\.([qkvo]|[qk]_norm)\.(weight|bias)|(out|head)\.(weight|bias)"
     r"|enc\.front\.((layers\.\d+\.(conv|norm)|proj|conv)\.(weight|bias)|tokens)"
+    r"|enc\.proj\.(weight|bias)"
 )
 _TOKENS = ("unk", "pad", "bos", "eos", "start")
 # Switches that are not per side, but that a side can replace.
@@ -130,8 +131,8 @@ def parse_line(text: str) -> Line:
     shapes = [OPERATIONS[step.name].shape for step in steps]
     if shapes.count("splits") != rule.splits:
         raise ConfigError("[…/…] on the right and one fold that splits need each other")
-    if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * rule.joins_heads:
-        raise ConfigError("{h} on the left and join_rows or join_columns as the first fold need each other")
+    if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * rule.joins:
+        raise ConfigError("{h} or {a|b} on the left and join_rows or join_columns as the first fold need each other")
     return Line(rule, steps, bool(sides[2]))
 
 
@@ -155,7 +156,7 @@ def parse_post(text: str) -> Line:
     if not steps:
         raise ConfigError("expected 'DST |> fold'")
     line = parse_line(f"{target} -> {target} {steps}")
-    if line.rule.splits or line.rule.joins_heads:
+    if line.rule.splits or line.rule.joins:
         raise ConfigError("changes tensors one by one: no [q/k/v], no {h}")
     return line
 

@@ -143,6 +143,16 @@ def _computed(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     return wide.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def product(weight: Tensor, x: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return `weight` [m, n] times `x` [n, …], plus `added`, as `_computed` does."""
+    if weight.dim() != 2 or weight.shape[1] != x.shape[0]:
+        raise CheckpointError(f"{list(weight.shape)} does not fit {list(x.shape)}")
+    if weight.is_meta:
+        return weight.new_empty((weight.shape[0], *x.shape[1:]), dtype=torch.promote_types(weight.dtype, torch.float32))
+    offset = 0 if added is None else added.double()
+    return _computed(weight, lambda wide: wide @ x.double() + offset)
+
+
 def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
     """Concatenate without torch.cat, which loads the compiler on "meta"."""
     shape = list(tensors[0].shape)

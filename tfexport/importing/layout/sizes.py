@@ -76,6 +76,10 @@ def read_config(
         "tokens": _token_ids(layout, has_decoder, problems),
         **{flag: any(bias.fullmatch(name) for name in shapes) for flag, bias in _BIASES.items()},
     }
+    if layout.image and shapes.get("enc.pos", (None,))[0] not in (None, count := layout.image.source.positions):
+        problems.append(
+            f"enc.pos is {list(shapes['enc.pos'])}, but an image has {count} patches and class tokens; correct its size"
+        )
     if has_decoder:
         values["target_vocab"] = shapes.get("dec.embed.weight", (None,))[0]
         values["max_target_length"] = _length(layout, "dec", shapes, problems)

@@ -104,7 +104,9 @@ def row_lengths(config: TransformerConfig, row: LongRow) -> tuple[int, int]:
 
 
 def source_positions(config: TransformerConfig, length: int) -> int:
-    """Return the encoder positions of a number of tokens or frames."""
+    """Return the encoder positions of a number of tokens or frames, or of an image."""
+    if config.image:
+        return config.image.source.positions
     return int(config.features.source.positions(length)) if config.features else length
 
 
@@ -193,7 +195,7 @@ class Comparator:
     def compare_row(self, config: TransformerConfig, row: LongRow) -> float:
         """Return the error of a long row under the switches of `config`."""
         _set_switches(self.model, config)
-        mask = torch.ones(row.source_ids.shape[:2], dtype=torch.bool)
+        mask = torch.ones(1, config.max_source_length if config.image else row.lengths[0], dtype=torch.bool)
         if row.target_ids is None:
             found, expected = self._encoded(row.source_ids, mask)[0, row.positions], row.outputs
         else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tfexport.errors import CheckpointError, raise_all
-from tfexport.sources import FeatureSource
+from tfexport.sources import FeatureSource, ImageSource
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)  # and the limits of the model
 LONG = "long."  # prefix of the tensors in a reference file
@@ -28,7 +28,7 @@ Run = Callable[..., object]
 class LongRow:
     """One row without padding, and the outputs at some of its positions."""
 
-    source_ids: Tensor  # int64 [1, source_len], or features, float32 [1, frames, dim]
+    source_ids: Tensor  # int64 [1, source_len], or float32: features [1, frames, dim] or pixels [1, channels, …]
     target_ids: Tensor | None = None  # int64 [1, target_len]; None for an encoder-only model
     positions: Tensor  # int64 [n], of target tokens, or of source tokens for an encoder-only model
     outputs: Tensor  # logits or log-probabilities, float64 [n, vocab], or states [n, d_model]
@@ -40,7 +40,7 @@ class LongRow:
 
     def problems(self, *, has_targets: bool, width: int) -> Iterator[str]:
         """Describe what is wrong with the row."""
-        for ids in (None if self.source_ids.dim() == 3 else self.source_ids, self.target_ids):
+        for ids in (None if self.source_ids.dim() > 2 else self.source_ids, self.target_ids):
             is_row = ids is None or (ids.dtype == torch.int64 and ids.dim() == 2 and len(ids) == 1 and ids.numel() > 0)
             if not is_row or (ids is not None and int(ids.min()) < 0):
                 yield f"ids are {_described(ids)}, expected int64 [1, length] of 0 or more"
@@ -84,6 +84,19 @@ class FrameRange(NamedTuple):
         """Draw features of [rows, positions], float32 [rows, frames, dim]."""
         frames = self.source.frames or self.source.most_frames(shape[1])
         return torch.randn((shape[0], frames, self.source.dim), generator=generator)
+
+
+class PixelRange(NamedTuple):
+    """Images of the source, which have one number of encoder positions."""
+
+    source: ImageSource
+    short: int
+    longest: int
+
+    def draw(self, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+        """Draw pixels of [rows, positions], float32 [rows, channels, height, width]."""
+        source = self.source
+        return torch.randn((shape[0], source.channels, source.height, source.width), generator=generator)
 
 
 def record_rows(

@@ -59,7 +59,7 @@ class ReferenceOutputs:
     Inputs are padded on the right. In masks, True is a token or frame.
     """
 
-    source_ids: Tensor  # int64 [batch, source_len], or features, float32 [batch, frames, dim]
+    source_ids: Tensor  # int64 [batch, source_len], or float32: features [batch, frames, dim] or pixels [batch, …]
     source_mask: Tensor  # bool [batch, source_len or frames]
     target_ids: Tensor | None = None  # int64 [batch, target_len]
     target_mask: Tensor | None = None  # bool [batch, target_len]
@@ -131,6 +131,8 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
     )
     # The file format does not keep the order of the state dict.
     order = metadata.get("state_order", "").split("\n")
+    if tensors["source_ids"].dim() > 3:
+        raise CheckpointError(f"{path}: source_ids are images, expected token ids or features; record it again")
     try:
         fields: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
         return ReferenceOutputs(
@@ -415,8 +417,10 @@ def _problems(reference: ReferenceOutputs) -> list[str]:
 def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int | None) -> list[str]:
     if ids is None or keep is None:
         return [] if ids is keep else [f"one of {side}_ids and {side}_mask is missing"]
-    kinds = [(torch.int64, 2)] if side == "target" else [(torch.int64, 2), (torch.float32, 3)]
-    if (ids.dtype, ids.dim()) not in kinds or keep.dtype != torch.bool or ids.shape[:2] != keep.shape:
+    kinds = [(torch.int64, 2)] if side == "target" else [(torch.int64, 2), (torch.float32, 3), (torch.float32, 4)]
+    # Pixels have no axis of positions.
+    is_fitting = keep.shape == ids.shape[:2] if ids.dim() < 4 else keep.dim() == 2 and len(keep) == len(ids)
+    if (ids.dtype, ids.dim()) not in kinds or keep.dtype != torch.bool or not is_fitting:
         got = f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}"
         return [f"{got}, expected int64 and bool of one shape [batch, {side}_len]"]
     if not ids.numel():
