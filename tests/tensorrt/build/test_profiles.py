@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tfexport.contract import ModelSpec, TokenIds, Variant, decoder_graph
 from tfexport.errors import ConfigError
+from tfexport.sources import Convolution, FeatureSource, ImageSource
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, EngineLimits, ShapeRange
 
@@ -140,6 +142,71 @@ def test_capacities_ascend_and_are_within_the_limit_and_for_the_static_variant()
     assert refusal(spec=ENCODER_ONLY, capacities=(4,)) == alone
     with pytest.raises(ConfigError, match="capacities are only for the static variant; leave them out"):
         EngineConfig(variant="concat", capacities=(4,))
+
+
+# Features and images.
+
+SIZES = {name: getattr(SPEC, name) for name in ("vocab", "layers", "heads", "head_dim", "value_dim")}
+READS: dict[str, Any] = {"d_model": 32, "tokens": SPEC.tokens, "precision": "fp16", "max_target_length": 16, **SIZES}
+HALVES = (Convolution(kernel=3, stride=2, padding=1),) * 2  # a position has up to four frames
+SPEECH = ModelSpec(features=FeatureSource(dim=80, convolutions=HALVES), max_source_length=64, **READS)
+FIXED = ModelSpec(features=FeatureSource(dim=80, convolutions=HALVES, frames=30), max_source_length=64, **READS)
+CAPTIONS = ModelSpec(image=ImageSource(channels=3, height=6, width=8, positions=12), max_source_length=64, **READS)
+
+
+def test_frames_follow_the_positions() -> None:
+    made = profiles(spec=SPEECH, max_batch=8, max_source_length=50)
+    (encoder,) = made.engines["encoder"]
+    assert made.limits.max_source_length == 50
+    assert encoder["features"] == ShapeRange((1, 4, 80), (4, 100, 80), (8, 200, 80))
+    assert encoder["feature_mask"] == ShapeRange((1, 4), (4, 100), (8, 200))
+    for profile in made.engines["decoder_static"]:
+        assert profile["source_mask"] == ShapeRange((1, 1), (4, 25), (8, 50))
+
+
+def test_positions_follow_the_frames_of_a_shape() -> None:
+    # 157 to 160 frames are 40 positions, and a session pads to 160.
+    made = profiles(spec=SPEECH, max_shapes="features:8x157x80", opt_shapes="feature_mask:2x12")
+    (encoder,) = made.engines["encoder"]
+    assert (made.limits.max_batch, made.limits.max_source_length) == (8, 40)
+    assert encoder["features"] == ShapeRange((1, 4, 80), (2, 12, 80), (8, 160, 80))
+    assert made.engines["decoder_static"][STEP]["cross_key.0"] == ShapeRange((1, 4, 1, 6), (2, 4, 3, 6), (8, 4, 40, 6))
+    assert profiles(spec=SPEECH, max_shapes="features:8x256x80,source_mask:8x64").limits.max_source_length == 64
+
+
+@pytest.mark.parametrize(
+    ("spec", "positions", "encoder"),
+    [(FIXED, 8, {"features": (30, 80), "feature_mask": (30,)}), (CAPTIONS, 12, {"pixels": (3, 6, 8)})],
+)
+def test_sources_of_one_length_have_one_shape(
+    spec: ModelSpec, positions: int, encoder: dict[str, tuple[int, ...]]
+) -> None:
+    made = profiles(spec=spec, max_batch=4, max_shapes=f"source_mask:4x{positions}")
+    shapes = {name: ShapeRange((1, *shape), (2, *shape), (4, *shape)) for name, shape in encoder.items()}
+    assert made.engines["encoder"] == (shapes,)
+    assert made.limits.max_source_length == positions
+    step, _ = made.engines["decoder_static"]
+    assert step["source_mask"] == ShapeRange((1, positions), (2, positions), (4, positions))
+    assert made == profiles(spec=spec, max_batch=4, max_source_length=positions)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "message"),
+    [
+        (SPEECH, {"max_shapes": "features:4x257x80"}, "source_len reaches 65, the bundle has 64"),
+        (SPEECH, {"max_shapes": "features:4x60x81"}, "max_shapes has 81 in features, expected 80 of batchxframesx80"),
+        (SPEECH, {"min_shapes": "features:1x5x80"}, "source_len begins at 2, expected 1"),
+        (SPEECH, {"max_shapes": "source_ids:4x60"}, "expected one of features, feature_mask, target_ids"),
+        (SPEECH, {"max_shapes": "features:4x60x80,feature_mask:4x61"}, "frames 60 in features and 61 in feature_mask"),
+        (SPEECH, {"max_shapes": "features:4x60x80,source_mask:4x16"}, "60 frames, which become 15 positions"),
+        (FIXED, {"max_shapes": "features:4x29x80"}, "max_shapes has 29 in features, expected 30 of batchx30x80"),
+        (FIXED, {"max_source_length": 7}, "max_source_length is 7, but every source has 8 positions"),
+        (CAPTIONS, {"opt_shapes": "pixels:4x3x6x9"}, "opt_shapes has 9 in pixels, expected 8 of batchx3x6x8"),
+        (CAPTIONS, {"max_shapes": "source_mask:4x11"}, "max_shapes has 11 in source_mask, expected 12 of batchx12"),
+    ],
+)
+def test_shapes_that_a_source_cannot_have_are_named(spec: ModelSpec, settings: dict[str, object], message: str) -> None:
+    assert message in refusal(spec=spec, **settings)
 
 
 # Shapes in trtexec's spelling.

@@ -67,11 +67,11 @@ def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Pr
     # Sizes of the reorder follow from those of the decoder.
     inputs = [tensor for plan in plans if plan != REORDER for tensor in graphs[plan].inputs]
     # The syntax can name only the largest capacity.
-    fixed = {"capacity": limits.max_target_length}
+    fixed = {"capacity": limits.max_target_length, **_fixed(spec.source)}
     dims = {tensor.name: tuple(fixed.get(str(dim), dim) for dim in _dims(tensor)) for tensor in inputs}
     bound = {bound: _bind(bound, config, dims, problems) for bound in _BOUNDS}
     ranges = _ranges(spec, variant, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
-    _follow(spec.source, bound)
+    _follow(spec.source, bound, problems)
     overridden = {name for sizes in bound.values() for name in sizes}
     for name in overridden & ranges.keys():
         ranges[name] = _override(ranges[name], {b: sizes[name] for b, sizes in bound.items() if name in sizes})
@@ -117,7 +117,7 @@ def _limits(spec: ModelSpec, variant: Variant, config: EngineConfig) -> EngineLi
         capacities = (*shorter, longest) if config.capacities else default_capacities(longest)
     return EngineLimits(
         max_batch=config.max_batch,
-        max_source_length=config.max_source_length or spec.max_source_length,
+        max_source_length=spec.source.fits(config.max_source_length or spec.max_source_length),
         max_target_length=longest,
         max_candidates=min(spec.vocab, MAX_CANDIDATES),
         capacities=capacities,
@@ -152,6 +152,12 @@ def _input_ranges(kind: SourceKind, lengths: Range) -> dict[str, Range]:
     """Return the ranges of the inputs' axes; sessions pad to whole positions."""
     sizes = [kind.sizes(length) for length in lengths]
     return {dim: Range(*(size[dim] for size in sizes)) for dim in sizes[0]}
+
+
+def _fixed(kind: SourceKind) -> dict[str, int]:
+    """Return the dimensions that every source has, if all have one length."""
+    positions = kind.fits(1)
+    return {**kind.sizes(positions), SOURCE_LEN: positions} if positions == kind.fits(2) else {}
 
 
 def _up_to(most: int) -> Range:
@@ -203,11 +209,14 @@ def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str,
             yield match[1], tuple(int(size) for size in match[2].split("x"))
 
 
-def _follow(kind: SourceKind, bound: Mapping[Bound, dict[str, int]]) -> None:
+def _follow(kind: SourceKind, bound: Mapping[Bound, dict[str, int]], problems: list[str]) -> None:
     # Each of `batch` and `rows` defaults to the other; `new_rows` always equals `rows`. Frames set the positions.
-    for sizes in bound.values():
+    for name, sizes in bound.items():
         if isinstance(kind, FeatureSource) and FRAMES in sizes:
-            sizes.setdefault(SOURCE_LEN, kind.positions(sizes.pop(FRAMES)))
+            positions = kind.positions(frames := sizes.pop(FRAMES))
+            if sizes.setdefault(SOURCE_LEN, positions) != positions:
+                got = f"{frames} frames, which become {positions} positions, and source_len {sizes[SOURCE_LEN]}"
+                problems.append(f"{name}_shapes has {got}; leave one of them out")
         for one, other in (("batch", "rows"), ("rows", "batch")):
             if one in sizes:
                 sizes.setdefault(other, sizes[one])
