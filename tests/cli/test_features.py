@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tfexport.bundle.card import render_card
 from tfexport.errors import ConfigError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
+from tfexport.tensorrt.store import engine_names, open_engine
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +119,18 @@ def test_narrower_weights_keep_inputs_and_convolutions_in_float(
     kernel = np.zeros((30, senses.DIM) if kind == "features" else (3, 6, 8), np.float32)
     with tfexport.load(tmp_path / "b") as model:
         assert model.generate_ids([kernel], max_new_tokens=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["features", "image", "states"])
+def test_engines_of_a_module_are_built(kind: str, once: Once, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    bundle = sense_graphs(kind, once).bundle
+    assert bundle is not None
+    shutil.copytree(bundle.path, tmp_path / "b")
+    ran("trt", tmp_path / "b", "--target", "tensorrt-rtx", "--compute-capability", "8.9", "--max-batch", 2)
+    (name,) = engine_names(tmp_path / "b")
+    plans = open_engine(tmp_path / "b", name).manifest.plans
+    assert plans["encoder"].layers["CONVOLUTION"] == (1 if kind == "image" else 2)
+    if kind != "states":
+        assert plans["decoder_static"].layers["KV_CACHE_UPDATE"] == 2 * senses.LAYERS

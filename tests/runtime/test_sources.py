@@ -197,6 +197,21 @@ def test_bad_arrays_leave_a_batch_unchanged(opened: Opened) -> None:
         np.testing.assert_array_equal(pair[0].logits, pair[1].logits)
 
 
+def test_engines_limit_positions(once: Once) -> None:
+    graphs, config = sense_graphs("features", once), DecodeConfig(max_new_tokens=3)
+    session = trt_session(graphs.paths, graphs.spec, "static", max_source_length=6)
+    shorter, longer = (np.ones((frames, senses.DIM), np.float32) for frames in (24, 25))
+    batch = session.batch()
+    with pytest.raises(InputError, match="--max-source-length 7 --force"):
+        batch.add(pad_sources(session.spec.source, [shorter, longer]), [[1], [1]])
+    assert batch.lengths.size == 0
+    with pytest.raises(InputError) as caught:
+        decode(session, [longer, shorter], config)
+    assert caught.value.indices == (0,)
+    other = trt_session(graphs.paths, graphs.spec, "static")
+    assert decode(session, [shorter], config) == decode(other, [shorter], config)
+
+
 @pytest.mark.parametrize("backend", ["eager", "ort", "trt"])
 def test_an_encoder_only_model_reads_features(backend: str, once: Once) -> None:
     own = senses.states()
