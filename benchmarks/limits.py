@@ -30,6 +30,7 @@ from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import TfexportError
 from tfexport.runtime.cpu import available_cores, step_weight_bytes
 from tfexport.runtime.session import Session
+from tfexport.runtime.sources import pad_sources
 
 TURN = Effort(warm_up=1, least_runs=3, least_s=0.05)
 # Texts begin anew here, so that on average as many tokens are in the cache as in the profile.
@@ -89,7 +90,8 @@ class Steps:
 
     def __init__(self, session: Session, cell: Cell) -> None:
         rng = np.random.default_rng(0)
-        self._source = rng.integers(4, session.spec.source_vocab, (cell.sources, cell.source_length))
+        ids = rng.integers(4, session.spec.source_vocab, (cell.sources, cell.source_length))
+        self._source = pad_sources(session.spec.source, ids.tolist())
         self._session, self._cell = session, cell
         self._longest = min(MOST_TOKENS, session.spec.max_target_length)
         self._begin()
@@ -97,7 +99,7 @@ class Steps:
     def _begin(self) -> None:
         self._batch = self._session.batch(self._cell.beams)
         prompts = [[self._session.spec.tokens.start]] * self._cell.sources
-        self._batch.add(self._source, np.ones(self._source.shape, np.bool_), prompts)
+        self._batch.add(self._source, prompts)
         self._tokens = np.full(self._cell.sources * self._cell.beams, 4)
 
     def run(self) -> None:

@@ -80,6 +80,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "embed": {"texts": [TEXT]},
     "classify": {"texts": [TEXT]},
     "source_ids": {"texts": [TEXT]},
+    "read": {"inputs": [TEXT]},
     "decoding": {},
 }
 

@@ -35,7 +35,7 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
     del written["self_sha256"], expected["graphs"]["loop"]
     assert written["text"].pop("end") is None  # later versions record it, and what follows
     for part in (written["spec"], written["config"]):
-        assert [part.pop(name) for name in ("features", "image")] == [None, None]
+        assert [part.pop(name) for name in ("features", "image", "speech")] == [None, None, None]
         assert [part.pop(name) for name in ("head", "labels", "pooling")] == ["none", [], "mean"]
     scaling = [written["config"].pop(f"rotary_{name}") for name in ("scaling", "factor", "original_length")]
     assert scaling == ["none", 8.0, 8192]

@@ -87,9 +87,9 @@ def refusals(job: Job, target: Target) -> None:
             ("sources", (session.limits.rows.most + 1, 3)),
             ("tokens", (1, session.spec.max_source_length + 1)),
         ):
-            ids, mask = np.full(shape, 5), np.ones(shape, np.bool_)
+            batch = tiny.sources(np.full(shape, 5), np.ones(shape, np.bool_))
             prompts = [[session.spec.tokens.start]] * shape[0]
-            numbers[what] = raised(functools.partial(session.batch().add, ids, mask, prompts), InputError)
+            numbers[what] = raised(functools.partial(session.batch().add, batch, prompts), InputError)
         session.close()
 
 

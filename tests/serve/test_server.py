@@ -30,7 +30,9 @@ from tfexport.serve.server import SEND_BUFFER_BYTES, listen
 
 DATE = "Dienstag, 3. März 2026"
 GUIDE = ROOT / "docs" / "guides" / "serving.md"
-SESSIONS = re.findall(r"^\$ curl (.*)\n((?:(?!\$ |```).*\n)*)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+SESSIONS = re.findall(
+    r"^\$ curl (.* --json .*)\n((?:(?!\$ |```).*\n)*)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ ANSWERED_BY = {
 # Versions that do not have the first name have the others.
 OTHERWISE = {"device_memory_size_v2": {"device_memory_size"}}
 # Attributes that our own classes have too; ours are never set.
-OURS = {"precision"}
+OURS = {"precision", "mask"}
 
 
 def having() -> dict[str, frozenset[str]]:

@@ -172,7 +172,7 @@ def test_published_models_are_not_refused(path: Path) -> None:
     [
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, LANGUAGE),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, LANGUAGE),
-        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "num_mel_bins": 80}, FEATURES),
+        ({"model_type": "cohere_asr", "architectures": ["CohereAsrForSpeechSeq2Seq"], "num_mel_bins": 80}, FEATURES),
         ({"model_type": "switch_transformers", "num_experts": 8}, EXPERTS),
     ],
 )

@@ -83,7 +83,7 @@ def test_configuration_has_inputs_outputs_and_parameters(repository: Path, dates
     }  # fmt: skip
     assert ports | expected == ports
     # No tensor can hold the values of these, so they are only parameters.
-    assert set(DecodeConfig().to_dict()) - set(ports) == {"early_stopping", "bad_words_ids", "sequence_bias"}
+    assert set(DecodeConfig().to_dict()) - set(ports) == {"early_stopping", "bad_words_ids", "sequence_bias", "task"}
     ranks = {port.name: len(port.dims) for port in config.output}
     assert ranks == {"text_output": 2, "output_ids": 3, "output_lengths": 2, "scores": 2, "finish_reason": 2}
     dims = {port.name: list(port.dims) for port in stream.output}
