@@ -29,6 +29,7 @@ from tfexport.bulk.config import Format, answer_line
 from tfexport.errors import MAX_PROBLEMS, InputError, first_line, raise_all, shortened
 
 TEXT_COLUMN = "text"
+_BYTES = "bytes"  # field with the content of a file in a column of Hugging Face datasets
 _MAX_ROW_BYTES = 64 * 2**20  # of a text format
 _MAX_COLUMNS = 10_000  # different keys of a JSON Lines file
 _BATCH_ROWS, _BATCH_BYTES = 1024, 8 * 2**20
@@ -147,14 +148,22 @@ class Source:
     columns: Mapping[str, bool]  # whether each column has texts
     batches: Callable[[], Iterator[Batch]]
     schema: Callable[[], pyarrow.Schema]
+    files: frozenset[str] = frozenset()  # columns with the content of files
 
 
-def texts_of(batch: Batch, column: str) -> list[str | None]:
+def sources_of(batch: Batch, column: str) -> list[str | bytes | None]:
     if isinstance(batch, pyarrow.RecordBatch):
         values = batch.column(column).to_pylist()
     else:
         values = [row.values.get(column) for row in batch]
-    return [value if isinstance(value, str) else None for value in values]
+    values = [value.get(_BYTES) if isinstance(value, dict) else value for value in values]
+    return [value if isinstance(value, str | bytes) else None for value in values]
+
+
+def without_files(batch: pyarrow.RecordBatch, column: str) -> pyarrow.RecordBatch:
+    """Replace a column by nulls."""
+    place = batch.schema.get_field_index(column)
+    return batch.set_column(place, column, pyarrow.nulls(len(batch), pyarrow.string()))
 
 
 @contextmanager
@@ -293,7 +302,15 @@ def _parquet_source(name: str, stream: pyarrow.NativeFile) -> Source:
         with reading_parquet(name, remedy):
             yield from file.iter_batches(batch_rows, use_threads=False)
 
-    return Source(columns, batches, lambda: schema)
+    files = frozenset(field.name for field in schema if _is_file(field.type))
+    return Source(columns, batches, lambda: schema, files)
+
+
+def _is_file(kind: pyarrow.DataType) -> bool:
+    types = pyarrow.types
+    if types.is_struct(kind) and (place := kind.get_field_index(_BYTES)) >= 0:
+        kind = kind.field(place).type
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:

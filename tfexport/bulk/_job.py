@@ -28,8 +28,6 @@ from tfexport.generation import DecodeConfig
 FORMAT_VERSION = 2
 SUFFIXES = ("", "_score", "_finish_reason", "_error")
 NO_TEXT = "the row has no text"
-# Reads texts or files; raises InputError if the model cannot.
-Read = Callable[[list[str]], object]
 _JOB, _TEXTS, _ROWS, _PART = "job.json", "texts.parquet", "rows.parquet", re.compile(r"part-(\d{8})\.parquet")
 _PART_BYTES = 32 * 2**20
 
@@ -48,6 +46,14 @@ class Job(Config, subject=_JOB):
     prefix: str | None
     rows_per_part: int
     decoding: DecodeConfig
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a model reads the column of the sources."""
+
+    check: Callable[[list[Any]], object]  # raises `InputError` if the model cannot read the sources
+    takes_files: bool  # the column has paths of files, or their content
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class Store:
             names = self.folder.names()
         return [part for part in self.parts if part.name not in names]
 
-    def texts(self, part: Part) -> list[str | None]:
+    def sources(self, part: Part) -> list[str | bytes | None]:
         return self._read(_TEXTS, self._texts, part, part.number).column(0).to_pylist()  # type: ignore[no-any-return]
 
     def save(self, part: Part, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -200,36 +206,42 @@ class Store:
             raise InputError(f"{self.folder.name} {problem}; pass the former options to resume it, or {remedy}")
         return True
 
-    def stage(self, source: Source, name: str, read: Read, job: Job) -> None:
-        """Write the texts and the staged rows in parts, and then the job."""
-        column = _choose_column(source.columns, job.input_column, name)
+    def stage(self, source: Source, name: str, reader: Reader, job: Job) -> None:
+        """Write the sources and the staged rows in parts, and then the job."""
+        files = source.files if reader.takes_files else frozenset[str]()
+        column = _choose_column({**source.columns, **dict.fromkeys(files, True)}, job.input_column, name)
         if self.suffix != ".txt" and (taken := [one for one in self.schema.names if one in source.columns]):
             problem = f"{name} already has the column {', '.join(taken)}"
             raise InputError(f"{problem}; choose another name for the outputs with --output-column")
         schema = _files.output_schema(source, self.suffix)
+        kind = pyarrow.binary() if column in files else pyarrow.string()
         problems, num_rows = list[str](), 0
 
         def tables() -> Iterator[pyarrow.Table]:
             nonlocal num_rows
             for batch in source.batches():
-                texts = _files.texts_of(batch, column)
+                texts = _files.sources_of(batch, column)
                 for row, text in enumerate(texts if self.suffix == ".txt" else (), num_rows + 1):
                     try:
-                        read([text or ""])
+                        if text is None:
+                            raise InputError(NO_TEXT)
+                        reader.check([text])
                     except InputError as error:
                         problems.append(f"row {row}: {error.reason}")
                 num_rows += len(texts)
                 # Texts and staged rows are one table here, so that both files are divided into the same parts.
-                rows = _files.output_rows(batch, self.suffix, schema)
-                columns = [pyarrow.array(texts, pyarrow.string()), *rows.columns]
+                is_kept = column not in files or self.suffix == ".parquet"
+                kept = batch if is_kept else _files.without_files(batch, column)
+                rows = _files.output_rows(kept, self.suffix, schema)
+                columns = [pyarrow.array(texts, kind), *rows.columns]
                 yield pyarrow.table(columns, list(map(str, range(len(columns)))))
 
         with ExitStack() as stack:
             try:
-                writers, texts_schema = [], pyarrow.schema([("text", pyarrow.string())])
-                for file, kind in {_TEXTS: texts_schema, **({_ROWS: schema} if schema else {})}.items():
+                writers, texts_schema = [], pyarrow.schema([("text", kind)])
+                for file, staged in {_TEXTS: texts_schema, **({_ROWS: schema} if schema else {})}.items():
                     stream = stack.enter_context(self._writing(file))
-                    writer = parquet.ParquetWriter(stream, kind, compression="zstd", write_page_checksum=True)
+                    writer = parquet.ParquetWriter(stream, staged, compression="zstd", write_page_checksum=True)
                     writers.append(stack.enter_context(writer))
                 for table in _files.regrouped(tables(), job.rows_per_part, _PART_BYTES):
                     for writer, columns in zip(writers, (table.columns[:1], table.columns[1:]), strict=False):
@@ -260,7 +272,7 @@ def run_job(
     target: str | PathLike[str],
     config: BulkConfig,
     decoding: DecodeConfig,
-    read: Read,
+    reader: Reader,
     bundle_sha256: str,
     backend: str,
     decode: Callable[[Store, Sequence[Part], Meter], None],
@@ -293,7 +305,7 @@ def run_job(
         if not store.resumes(job):
             try:
                 with open_source(place, suffix) as opened:
-                    store.stage(opened, place.name, read, job)
+                    store.stage(opened, place.name, reader, job)
                 if place.stamp() != stamp:
                     raise InputError(f"{place.name} was changed while it was read; run again")
             except BaseException:

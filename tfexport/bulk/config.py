@@ -19,7 +19,7 @@ class BulkConfig(Config, subject="bulk"):
     """Settings of a bulk run, except for decoding."""
 
     input_column: Annotated[
-        _Name | None, Help("Column of the texts; by default the only one, or the one named text.")
+        _Name | None, Help("Column of the texts or files; by default the only one, or the one named text.")
     ] = None
     output_column: Annotated[_Name, Help("Column of the outputs; more columns begin with its name.")] = "output"
     prefix: Annotated[str | None, Help("Text that every output begins with.")] = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,14 +16,13 @@ from typing import Annotated, Any
 import ray
 import ray.data
 
-from tfexport.bulk._job import Meter, Part, Read, Store, run_job
+from tfexport.bulk._job import Meter, Part, Store, run_job
 from tfexport.bulk.config import BulkConfig, Progress, Summary
-from tfexport.bulk.run import Decoder
+from tfexport.bulk.run import Decoder, reader_of
 from tfexport.bundle.bundle import open_bundle
 from tfexport.config import Config, Ge, Help
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
 from tfexport.generation import DecodeConfig
-from tfexport.model.inputs import read_features
 from tfexport.model.load import load, load_processor, load_tokenizer
 from tfexport.model.model import bundle_sha256
 
@@ -78,7 +76,7 @@ def generate_file(
     opened = open_bundle(Path(path), weights=False)
     tokenizer, processor = load_tokenizer(opened), load_processor(opened)
     assert tokenizer is not None  # otherwise `_check` has raised
-    read: Read = partial(read_features, processor, paths=True) if processor else tokenizer.encode
+    reader = reader_of(opened.manifest.spec, tokenizer, processor)
 
     def decode(_store: Store, missing: Sequence[Part], meter: Meter) -> None:
         if not missing:
@@ -96,7 +94,7 @@ def generate_file(
             for row in decoded.iter_rows():
                 meter.add(row["count"])
 
-    return run_job(source, target, config, decoding, read, sha256, backend, decode, report, on_progress)
+    return run_job(source, target, config, decoding, reader, sha256, backend, decode, report, on_progress)
 
 
 def _check(

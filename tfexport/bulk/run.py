@@ -6,15 +6,21 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
-from tfexport.bulk._job import NO_TEXT, Meter, Part, Store, run_job
+from tfexport.bulk._job import NO_TEXT, Meter, Part, Reader, Store, run_job
 from tfexport.bulk.config import BulkConfig, Progress, Summary
-from tfexport.decode.request import check_requests
+from tfexport.contract import ModelSpec
+from tfexport.decode.request import check_requests, check_sources
 from tfexport.errors import BackendError, InputError, TfexportError
+from tfexport.features.processor import FeatureProcessor
 from tfexport.generation import DecodeConfig
+from tfexport.model.inputs import read_features
 from tfexport.model.model import Model, bundle_sha256
 from tfexport.model.result import Result, check_copies
+from tfexport.runtime.session import Limits
 from tfexport.runtime.sources import stand_in
+from tfexport.text.tokenizer import Tokenizer
 
+READ_BATCHES = 4  # batches of audio or images whose features are in memory
 _Answer = tuple[Any, Any, Any, str | None]  # texts, scores, finish reasons, error
 
 
@@ -35,8 +41,7 @@ def generate_file(
 
     Args:
         model: an open model.
-        source: path or URI of the input: .parquet, .jsonl, .csv, .tsv or .txt. For a model of audio or images, it has
-            paths of files.
+        source: path or URI of the input: .parquet, .jsonl, .csv, .tsv or .txt.
         target: path or URI of the output, in any of these formats; an existing file is replaced.
         config: settings of the run; None for the defaults.
         report: receives status lines.
@@ -58,8 +63,20 @@ def generate_file(
             decoder.decode(store, part, meter.add)
             meter.set(decoded := decoded + part.count)
 
-    facts = decoder.decoding, model.read, bundle_sha256(model), model.session.backend
+    reader = reader_of(model.spec, decoder.tokenizer, model.processor)
+    facts = decoder.decoding, reader, bundle_sha256(model), model.session.backend
     return run_job(source, target, config, *facts, decode, report, on_progress)
+
+
+def reader_of(spec: ModelSpec, tokenizer: Tokenizer, processor: FeatureProcessor | None) -> Reader:
+    """Return how a model reads its sources."""
+    if spec.source_vocab:
+        return Reader(tokenizer.encode, takes_files=False)
+
+    def check(sources: list[Any]) -> None:
+        check_sources(spec, Limits.of(spec), "", read_features(processor, sources, paths=True))
+
+    return Reader(check, takes_files=True)
 
 
 class Decoder:
@@ -69,8 +86,6 @@ class Decoder:
         """Run all checks that need no text."""
         if model.tokenizer is None:
             raise InputError("this bundle has no tokenizer and reads no texts; export it with its tokenizer")
-        if model.reads == "features":
-            raise InputError("this bundle reads features, not texts or files; export it with its processor")
         self.tokenizer, self.decoding = model.tokenizer, decoding
         self._model, self._config = model, config
         if decoding.replace_unknowns:
@@ -81,8 +96,17 @@ class Decoder:
 
     def decode(self, store: Store, part: Part, on_progress: Callable[[int], None] | None = None) -> None:
         """Decode a part as one call for the whole input would, and save it."""
-        texts = dict(enumerate(store.texts(part), part.first))
+        texts = dict(enumerate(store.sources(part), part.first))
         found: dict[int, _Answer] = {row: (None, None, None, NO_TEXT) for row, text in texts.items() if text is None}
+        rows = [row for row in texts if row not in found]
+        # The features of all rows of a part could exceed the memory.
+        size = len(rows) if self._model.reads == "text" else READ_BATCHES * self._config.batch_size
+        for first in range(0, len(rows), max(size, 1)):
+            found |= self._decode({row: texts[row] for row in rows[first : first + size]}, on_progress)
+        store.save(part, [found[row] for row in texts])
+
+    def _decode(self, texts: dict[int, Any], on_progress: Callable[[int], None] | None) -> dict[int, _Answer]:
+        found = dict[int, _Answer]()
         while left := {row: text for row, text in texts.items() if row not in found}:
             try:
                 found |= self._generate(left, on_progress)
@@ -93,7 +117,7 @@ class Decoder:
                     found[row] = self._generate_one(row, texts[row])
                 if len(found) == len(texts) and isinstance(error, BackendError):
                     raise
-        store.save(part, [found[row] for row in texts])
+        return found
 
     def _generate(self, texts: dict[int, Any], on_progress: Callable[[int], None] | None = None) -> dict[int, _Answer]:
         prefix = self._config.prefix

@@ -146,12 +146,12 @@ def _speech_problems(spec: ModelSpec, config: DecodeConfig) -> Iterator[str]:
         yield "return_timestamps is true, but the model has no timestamps; set it to false"
 
 
-def check_sources(session: Session, subject: str, sources: Iterable[Source]) -> list[Source]:
-    """Check the sources of an encoder-only model, as `check_requests`."""
-    spec, problems, indices, found = session.spec, list[str](), list[int](), list[Source]()
+def check_sources(spec: ModelSpec, limits: Limits, subject: str, sources: Iterable[Source]) -> list[Source]:
+    """Check sources without a target, as `check_requests`."""
+    problems, indices, found = list[str](), list[int](), list[Source]()
     values = listed_sources(spec.source, subject, sources)
     for index, value in enumerate(values):
-        source, _, wrong = _read(spec, session.limits, value)
+        source, _, wrong = _read(spec, limits, value)
         problems += _named("text", index, len(values), wrong)
         indices += [index] * len(wrong)
         found.append(source)

@@ -412,7 +412,7 @@ class Model:
             values = self.read(values, paths=paths)
         elif any(isinstance(value, str) for value in values):
             return self.read(values)
-        return check_sources(self.session, "encode", values)
+        return check_sources(self.spec, self.session.limits, "encode", values)
 
     def close(self) -> None:
         """Free the backend's memory; the model cannot be used afterwards."""
