@@ -398,7 +398,7 @@ class Transcription(Parameters):  # type: ignore[misc, valid-type]
     media_types = (FILES,)
     file: bytes = Field(description="Audio.")
     model: str | None = None
-    response_format: Literal["json", "text"] = "json"
+    response_format: Literal["json", "text", "verbose_json"] = "json"
     stream: bool | None = None
     temperature: float | None = Field(default=None, description="Sample if above 0.")
     prompt: Literal[""] | None = None  # only the value that disables it is accepted

@@ -13,7 +13,7 @@ from os import PathLike
 from typing import Any, Literal, Self, TypeVar
 
 from tfexport.decode.align import Alignment
-from tfexport.decode.request import Request, check_requests
+from tfexport.decode.request import Request, check_requests, num_speech_tokens
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import Pieces
 from tfexport.errors import (
@@ -214,6 +214,7 @@ class Engine:
                 return results
 
             num_forced = num_fixed if decoding.prefix_bias_beta else len(prefix_ids)
+            num_forced += num_speech_tokens(model.spec, decoding)
             pieces = Pieces(tokenizer.decode, num_forced, decoding.strings) if stream else None
             limits = priority, timeout_s
             return self._begin(ready, prefix_ids, decoding, num_fixed, stream, *limits, answers, pieces, read)

@@ -28,6 +28,7 @@ from tests.importing.huggingface.whisper import (
     TOKENS,
     VOCAB,
 )
+from tests.serve.http.served import serving
 from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError, InputError, ParityError
 from tfexport.export import export_bundle
@@ -228,6 +229,34 @@ def test_an_engine_detects_languages_too(pair: Pair) -> None:
             assert [token async for token in engine.stream_ids(features)] == list(expected[0].token_ids)
 
     asyncio.run(check())
+
+
+def test_a_server_returns_the_language_and_segments(pair: Pair) -> None:
+    """The tokens between two timestamps are a segment."""
+    file = wav(whisper.waveforms(1)[0], RATE)
+    options = {"return_timestamps": True, "num_beams": 3}
+    (expected,) = pair.bundle.generate([file], **options)
+    ids = expected.token_ids
+
+    async def ask() -> Any:
+        async with serving(pair.folder / "bundle") as served:
+            fields = {"response_format": "verbose_json", "num_beams": "3"}
+            return await served.client.post("/v1/audio/transcriptions", files={"file": ("a.wav", file)}, data=fields)
+
+    found = asyncio.run(ask()).json()
+    assert (found["text"], found["task"]) == (expected.text, "transcribe")
+    assert ids[0] == whisper.ID[found["language"]]
+    text_ids = [token for token in ids[2:] if token not in TIMESTAMPS]
+    assert [token for segment in found["segments"] for token in segment["tokens"]] == text_ids
+    times = [place for place, token in enumerate(ids) if token in TIMESTAMPS]
+    assert pair.bundle.tokenizer
+    for segment in found["segments"]:
+        assert segment["text"] == pair.bundle.tokenizer.decode(segment["tokens"])
+        place = next(place for place in times if list(ids[place + 1 :][: len(segment["tokens"])]) == segment["tokens"])
+        assert segment["start"] == pytest.approx(0.02 * TIMESTAMPS.index(ids[place]))
+        if segment["end"] is not None:
+            end = ids[place + 1 + len(segment["tokens"])]
+            assert segment["end"] == pytest.approx(0.02 * TIMESTAMPS.index(end))
 
 
 def test_audio_longer_than_the_window_is_refused(pair: Pair) -> None:

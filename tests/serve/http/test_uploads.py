@@ -86,7 +86,8 @@ BAD_FILES: tuple[tuple[bytes, str], ...] = (
 BAD_FIELDS: tuple[tuple[dict[str, str], str], ...] = (
     ({"language": "de"}, "language is 'de'"),
     ({"prompt": "Hello"}, "prompt is 'Hello'"),
-    ({"response_format": "srt"}, "response_format is 'srt', expected 'json' or 'text'"),
+    ({"response_format": "srt"}, "response_format is 'srt', expected 'json'"),
+    ({"response_format": "verbose_json"}, "the model has no timestamps"),
     ({"temperature": "hot"}, "temperature is 'hot'"),
     ({"temperature": "-1"}, "temperature is -1"),
     ({"stream": "perhaps"}, "stream is 'perhaps'"),

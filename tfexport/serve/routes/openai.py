@@ -13,12 +13,14 @@ from fastapi import FastAPI, Form
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from tfexport.contract import SpeechTokens
 from tfexport.decode.result import FinishReason
 from tfexport.generation import SAMPLING_OPTIONS
 from tfexport.model.result import Result
 from tfexport.serve._schemas import FILES, Completion, Embeddings, Transcription
 from tfexport.serve.http import EventStream, RequestError, answers_of, event, service_of
 from tfexport.serve.inference import DECODING, Submitted, arguments, submit, submit_all
+from tfexport.text.tokenizer import Tokenizer
 
 # Names of decoding options in the APIs of OpenAI and vLLM.
 _NAMES = {
@@ -28,6 +30,7 @@ _NAMES = {
     "stop": "stop_strings",
 }
 _SAME = DECODING | {"prefix", "priority", "timeout_ms", "timeout"}
+TIMESTAMP_S = 0.02  # from one id of a timestamp to the next
 _REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "time": "length"}
 
 
@@ -57,13 +60,23 @@ async def transcriptions(request: Request, data: Annotated[Transcription, Form(m
     """Transcribe audio, as one response or as server-sent events."""
     service = service_of(request)
     name = service.model_name(data.model)
+    engine, is_verbose = service.loaded_engine(name), data.response_format == "verbose_json"
+    speech = engine.model.spec.speech
     with service.count_refusals(name):
-        options = arguments(_decoding(data), service.config.max_timeout_s)
-    generation = submit(service.loaded_engine(name), data.file, options, stream=bool(data.stream))
+        if is_verbose and (speech is None or speech.first_timestamp is None):
+            raise RequestError(400, "response_format is verbose_json, but the model has no timestamps; use json")
+        decoding = _decoding(data) | ({"return_timestamps": True} if is_verbose else {})
+        options = arguments(decoding, service.config.max_timeout_s)
+    generation = submit(engine, data.file, options, stream=bool(data.stream))
     if data.stream:
         return EventStream(generation, _transcript(generation))
     ((answer, *_),) = await answers_of(request, [generation])
-    return PlainTextResponse(answer.text) if data.response_format == "text" else JSONResponse({"text": answer.text})
+    if data.response_format == "text":
+        return PlainTextResponse(answer.text)
+    body: dict[str, Any] = {"text": answer.text}
+    if is_verbose and speech and engine.model.tokenizer:
+        body |= {"task": data.task or "transcribe"} | _segments(answer, speech, engine.model.tokenizer)
+    return JSONResponse(body)
 
 
 async def embeddings(request: Request, data: Embeddings) -> Response:
@@ -114,6 +127,21 @@ async def _events(head: dict[str, Any], generation: Submitted, has_usage: bool) 
     if has_usage:
         yield event(head | {"choices": [], "usage": _usage([generation], answers)})
     yield b"data: [DONE]\n\n"
+
+
+def _segments(answer: Result, speech: SpeechTokens, tokenizer: Tokenizer) -> dict[str, Any]:
+    assert speech.first_timestamp is not None, "checked before"
+    segments, ids, start = list[dict[str, Any]](), list[int](), None
+    for token in (*answer.token_ids, None):  # first the prompt
+        if token is not None and token < speech.first_timestamp:
+            ids.append(token)
+            continue
+        end = None if token is None else round((token - speech.first_timestamp) * TIMESTAMP_S, 2)
+        if start is not None and (text := tokenizer.decode(ids)):
+            segments.append({"id": len(segments), "start": start, "end": end, "text": text, "tokens": ids})
+        start, ids = end, []
+    languages = dict(zip(speech.language_ids, speech.languages, strict=True))
+    return {"language": next(filter(None, map(languages.get, answer.token_ids)), None), "segments": segments}
 
 
 async def _transcript(generation: Submitted) -> AsyncGenerator[bytes]:
