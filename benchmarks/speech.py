@@ -2,9 +2,9 @@
 """Compare the speed of Whisper sizes, with random weights, with transformers, CTranslate2 and optimum-onnx.
 
 Every system runs in its own process: tfexport and transformers in this environment, the others in that of --python,
-with click, ctranslate2, optimum-onnx, onnxruntime and transformers 4, which also writes the models. Outputs are compared
-before times. Then all systems take turns; a ratio is the median over rounds of the peer's time over ours, for a whole
-call: features of 30 s in, 64 greedy tokens out. The result is a table in Markdown.
+with click, ctranslate2, optimum-onnx, onnxruntime and transformers 4, which also writes the models. Outputs are
+compared before times. Then all systems take turns; a ratio is the median over rounds of the peer's time over ours, for
+a whole call: features of 30 s in, 64 greedy tokens out. The result is a table in Markdown.
 """
 
 from __future__ import annotations
