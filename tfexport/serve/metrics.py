@@ -48,7 +48,7 @@ class Metrics(Collector):
             "tfexport_step_batch_size", "Rows of a decoder step.", ("model",), buckets=ROWS, registry=registry
         )
         self.tokens = {
-            "source": Counter("tfexport_source_tokens", "Encoded tokens, or positions of audio and images.", ("model",), registry=registry),
+            "source": Counter("tfexport_source_tokens", "Encoded tokens.", ("model",), registry=registry),
             "target": Counter("tfexport_target_tokens", "Generated tokens.", ("model",), registry=registry),
         }
         self._observers: dict[str, _Counts] = {}
