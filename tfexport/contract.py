@@ -7,9 +7,9 @@ step returns.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Match, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
@@ -55,6 +55,7 @@ REORDERED = "reordered"
 ROWS_TO_KEEP = f"rows * {LOGITS_TO_KEEP}"
 
 Dim = str | int
+D = TypeVar("D", str, int, Dim)
 
 
 class TokenIds(Config, subject="tokens"):
@@ -109,6 +110,41 @@ class Quantization(Config, subject="quantization"):
         if self.weights == "int4" and self.optimize_for == "throughput":
             remedy = "use int8, or optimize for latency"
             yield f"optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; {remedy}"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph; a dimension is a name or a number."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Dim, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name[:80]} {self.dtype} [{', '.join(str(dim)[:40] for dim in self.shape)}]"
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """What each decoder layer stores for every row: its parts and their shape."""
+
+    widths: Mapping[str, int]  # by part
+    dtype: DType
+    layers: int
+    heads: int
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of all tensors: `prefix_key.0`, `prefix_value.0` and so on."""
+        return [f"{prefix}_{part}.{layer}" for layer in range(self.layers) for part in self.widths]
+
+    def shapes(self, rows: D, length: D) -> Sequence[tuple[D | int, ...]]:
+        """Return the shapes of all tensors for some rows and tokens."""
+        return [(rows, self.heads, length, width) for width in self.widths.values()] * self.layers
+
+    def tensors(self, prefix: str, rows: Dim, length: Dim) -> list[TensorSpec]:
+        """Return the specifications of all tensors."""
+        named = zip(self.names(prefix), self.shapes(rows, length), strict=True)
+        return [TensorSpec(name, self.dtype, shape) for name, shape in named]
 
 
 class ModelSpec(Config, subject="spec"):
@@ -176,6 +212,17 @@ class ModelSpec(Config, subject="spec"):
         """Number of key and value heads; less than `heads` if heads share them."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
+    @functools.cached_property
+    def cross(self) -> CacheKind:
+        """Keys and values of cross-attention."""
+        widths = {"key": self.head_dim, "value": self.value_dim}
+        return CacheKind(widths, FLOAT[self.precision], self.layers, self.cache_heads)
+
+    @property
+    def cache(self) -> CacheKind:
+        """What the decoder stores of the tokens that it has read."""
+        return self.cross
+
 
 class AlignmentHeads(Config, subject="alignment"):
     """Decoder layer and heads whose mean cross-attention serves as alignment.
@@ -207,18 +254,6 @@ class AlignmentHeads(Config, subject="alignment"):
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One input or output of a graph; a dimension is a name or a number."""
-
-    name: str
-    dtype: DType
-    shape: tuple[Dim, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name[:80]} {self.dtype} [{', '.join(str(dim)[:40] for dim in self.shape)}]"
-
-
-@dataclass(frozen=True)
 class GraphSpec:
     """Inputs and outputs of one graph, in order."""
 
@@ -245,25 +280,12 @@ class GraphEntry(Config, subject="graph"):
         return GraphSpec(self.inputs, self.outputs)
 
 
-def key_value_names(prefix: str, layers: int) -> list[str]:
-    """Return the names of all caches: `prefix_key.0`, `prefix_value.0` and so on."""
-    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
-
-
-def _key_values(spec: ModelSpec, prefix: str, rows: Dim, length: Dim) -> list[TensorSpec]:
-    dtype = FLOAT[spec.precision]
-    return [
-        TensorSpec(name, dtype, (rows, spec.cache_heads, length, spec.head_dim if "_key." in name else spec.value_dim))
-        for name in key_value_names(prefix, spec.layers)
-    ]
-
-
 def encoder_graph(spec: ModelSpec) -> GraphSpec:
     """Return the contract of `encoder.onnx`."""
     source: tuple[Dim, ...] = (BATCH, spec.source.source_len)
     inputs = tuple(TensorSpec(name, *kind) for name, kind in spec.source.inputs.items())
     if spec.has_decoder:
-        return GraphSpec(inputs, tuple(_key_values(spec, "cross", *source)))
+        return GraphSpec(inputs, tuple(spec.cross.tensors("cross", *source)))
     outputs = [TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model))]
     if spec.head != "none":
         positions = source if spec.head == "token" else source[:1]
@@ -289,8 +311,8 @@ def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = Fals
     inputs = [
         TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
         TensorSpec(SOURCE_MASK, "bool", ("batch", "source_len")),
-        *_key_values(spec, "cross", "batch", "source_len"),
-        *_key_values(spec, "past", "rows", "past_len" if variant == "concat" else "capacity"),
+        *spec.cross.tensors("cross", "batch", "source_len"),
+        *spec.cache.tensors("past", "rows", "past_len" if variant == "concat" else "capacity"),
         *positions[variant],
         *([TensorSpec(LOGITS_TO_KEEP, "int64", (1,))] if speculation else []),
         TensorSpec(NUM_CANDIDATES, "int64", (1,)),
@@ -301,7 +323,7 @@ def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = Fals
         TensorSpec(CANDIDATE_IDS, "int64", (rows, "num_candidates")),
         TensorSpec(CANDIDATE_LOGITS, "float32", (rows, "num_candidates")),
         TensorSpec(LOG_NORMALIZER, "float32", (rows, 1)),
-        *_key_values(spec, "present", "rows", "past_len + target_len" if variant == "concat" else "capacity"),
+        *spec.cache.tensors("present", "rows", "past_len + target_len" if variant == "concat" else "capacity"),
     ]
     return GraphSpec(tuple(inputs), tuple(outputs))
 

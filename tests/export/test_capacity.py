@@ -15,7 +15,7 @@ import torch
 
 from tests import tiny
 from tests.tensorrt.engine_graphs import kernels
-from tfexport.contract import ModelSpec, Variant, key_value_names
+from tfexport.contract import CacheKind, ModelSpec, Variant
 from tfexport.errors import GraphError
 from tfexport.export.passes import fix_capacity
 from tfexport.export.write import write_graphs
@@ -41,9 +41,9 @@ def dims(raw: bytes) -> dict[str, list[str | int]]:
 def feed(capacity: int) -> dict[str, Any]:
     """Return one step over a cache that holds 2, 3 and 4 tokens."""
     random = np.random.default_rng(0)
-    caches = dict.fromkeys(key_value_names("past", LAYERS), (ROWS, HEADS, capacity, WIDTH))
-    cross = dict.fromkeys(key_value_names("cross", LAYERS), (ROWS, HEADS, SOURCE, WIDTH))
-    floats = {name: random.standard_normal(shape, np.float32) for name, shape in {**caches, **cross}.items()}
+    kind = CacheKind({"key": WIDTH, "value": WIDTH}, "float32", LAYERS, HEADS)
+    tensors = [*kind.tensors("past", ROWS, capacity), *kind.tensors("cross", ROWS, SOURCE)]
+    floats: dict[str, Any] = {one.name: random.standard_normal(one.shape, np.float32) for one in tensors}
     return {
         "target_ids": random.integers(0, 12, (ROWS, 1)),
         "source_mask": np.ones((ROWS, SOURCE), bool),

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import ModelSpec, key_value_names
+from tfexport.contract import ModelSpec
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedBatch, CheckedSession
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions, Requirement
@@ -62,7 +62,7 @@ class ToyBatch(CheckedBatch):
     def _add(self, sources: Sources, prompts: Prompts) -> None:
         for ids, mask, prompt in zip(*sources.inputs.values(), prompts, strict=True):
             source = {"source_ids": ids[mask][None], "source_mask": mask[mask][None]}
-            cross = zip(key_value_names("cross", self._spec.layers), self._session.run("encoder", source), strict=True)
+            cross = zip(self._spec.cross.names("cross"), self._session.run("encoder", source), strict=True)
             self._sources.append({"source_mask": source["source_mask"], **dict(cross)})
             self._histories += [list(prompt[:-1]) for _ in range(self.width)]
         self._measure()

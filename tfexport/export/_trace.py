@@ -83,7 +83,7 @@ def trace_decoder(
 ) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens."""
     kind = VARIANTS[variant]
-    cross_names, past_names, present = (contract.key_value_names(n, spec.layers) for n in ("cross", "past", "present"))
+    cross_names, past_names, present = spec.cross.names("cross"), *map(spec.cache.names, ("past", "present"))
 
     def step(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         target_ids, source_mask = inputs.pop(contract.TARGET_IDS), inputs.pop(contract.SOURCE_MASK)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
-from tfexport.contract import DECODER, ENCODER, REORDER, GraphSpec, ModelSpec, Variant, graph_contract, key_value_names
+from tfexport.contract import DECODER, ENCODER, REORDER, GraphSpec, ModelSpec, Variant, graph_contract
 from tfexport.precision import Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -138,8 +138,7 @@ def cache_aliases(plan: str, spec: ModelSpec, variant: Variant | None) -> dict[s
     """Map outputs to inputs of the caches that a plan writes in place."""
     if variant != "static" or plan in (ENCODER, REORDER):
         return {}
-    presents, pasts = (key_value_names(prefix, spec.layers) for prefix in ("present", "past"))
-    return dict(zip(presents, pasts, strict=True))
+    return dict(zip(spec.cache.names("present"), spec.cache.names("past"), strict=True))
 
 
 def engine_key(config: EngineConfig) -> str:

@@ -14,7 +14,7 @@ from tests import tiny
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import Model
 from tests.tensorrt.session.trt_double import DoubleSession
-from tfexport.contract import Variant, key_value_names
+from tfexport.contract import Variant
 from tfexport.errors import InputError
 from tfexport.runtime.session import Candidates, close_up
 from tfexport.runtime.sources import pad_right
@@ -45,7 +45,7 @@ def poison(batch: TrtBatch, spec: Any, *names: str, slots: set[int] | None = Non
     device, layout = batch._replica._device, batch._layout
     cuda: Any = device.cuda
     cuda.synchronize(device.stream)
-    names = names or (*key_value_names("past", spec.layers), *key_value_names("cross", spec.layers))
+    names = names or (*spec.cache.names("past"), *spec.cross.names("cross"))
     for name in names:
         size = device.memory._sizes[name]
         places = layout.capacity if name.startswith("past") else layout.source_len

@@ -15,8 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.contract import ModelSpec
-from tfexport.precision import FLOAT
+from tfexport.contract import CacheKind
 from tfexport.runtime.ort._device import ELEMENT_TYPE, ITEM_BYTES, RowGather
 from tfexport.runtime.session import Ids
 
@@ -56,21 +55,20 @@ class RowBuffers(ABC):
         """Yield the arguments of `bind_input` and `bind_output` for each key and value."""
 
 
-def row_buffers(spec: ModelSpec, gather: RowGather | None, rows: int, length: int) -> RowBuffers:
+def row_buffers(kind: CacheKind, gather: RowGather | None, rows: int, length: int) -> RowBuffers:
     """Return zeroed buffers on the device of `gather`, or on the host without it."""
-    return _HostBuffers(spec, rows, length) if gather is None else _DeviceBuffers(gather, spec, rows, length)
+    return _HostBuffers(kind, rows, length) if gather is None else _DeviceBuffers(gather, kind, rows, length)
 
 
 class _HostBuffers(RowBuffers):
     """Arrays that NumPy shares with ONNX Runtime; only changed rows are copied."""
 
-    def __init__(self, spec: ModelSpec, rows: int, length: int) -> None:
-        self.rows, self.length, self._spec = rows, length, spec
+    def __init__(self, kind: CacheKind, rows: int, length: int) -> None:
+        self.rows, self.length, self._kind = rows, length, kind
         self._arrays = self._zeros()
 
     def _zeros(self) -> list[NDArray[Any]]:
-        heads, dtype = self._spec.cache_heads, FLOAT[self._spec.precision]
-        return [np.zeros((self.rows, heads, self.length, width), dtype) for width in cache_widths(self._spec)]
+        return [np.zeros(shape, self._kind.dtype) for shape in self._kind.shapes(self.rows, self.length)]
 
     def resize(self, rows: int, length: int, live: int) -> None:
         copied = np.s_[:live, :, : min(length, self.length)]
@@ -106,10 +104,11 @@ class _DeviceBuffers(RowBuffers):
     and values. A unit of zeros follows the last value.
     """
 
-    def __init__(self, gather: RowGather, spec: ModelSpec, rows: int, length: int) -> None:
-        self.rows, self.length, self._spec, self._gather = 0, length, spec, gather
+    def __init__(self, gather: RowGather, kind: CacheKind, rows: int, length: int) -> None:
+        self.rows, self.length, self._kind, self._gather = 0, length, kind, gather
         self._item = ITEM_BYTES[gather.dtype]
-        self._divisor = math.gcd(spec.head_dim, spec.value_dim)
+        self._widths = [*kind.widths.values()] * kind.layers
+        self._divisor = math.gcd(*self._widths)
         zeros = np.zeros(length * self._divisor * self._item, np.uint8)
         self._memory = ort.OrtValue.ortvalue_from_numpy(zeros, gather.device.type, 0)
         if rows:
@@ -139,7 +138,7 @@ class _DeviceBuffers(RowBuffers):
                 self._gather.copy(other._memory, places * self._divisor, order[stretch], address)
 
     def clear(self, rows: Ids) -> None:
-        self.write(rows, _DeviceBuffers(self._gather, self._spec, 1, self.length), np.zeros_like(rows))
+        self.write(rows, _DeviceBuffers(self._gather, self._kind, 1, self.length), np.zeros_like(rows))
 
     def reorder(self, rows: Ids, length: int) -> bool:
         units, zero = self._units(self.length)
@@ -147,19 +146,18 @@ class _DeviceBuffers(RowBuffers):
         return True
 
     def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:
-        for index, width in enumerate(cache_widths(self._spec)):
-            shape = [rows, self._spec.cache_heads, self.length, width]
-            yield self._gather.device.type, 0, ELEMENT_TYPE[self._gather.dtype], shape, self._address(index, first)
+        for index, shape in enumerate(self._kind.shapes(rows, self.length)):
+            yield self._gather.device.type, 0, ELEMENT_TYPE[self._kind.dtype], shape, self._address(index, first)
 
     def _address(self, index: int, row: int) -> int:
-        widths = cache_widths(self._spec)
-        items = (self.rows * sum(widths[:index]) + row * widths[index]) * self._spec.cache_heads * self.length
+        before, width = sum(self._widths[:index]), self._widths[index]
+        items = (self.rows * before + row * width) * self._kind.heads * self.length
         address: int = self._memory.data_ptr() + items * self._item
         return address
 
     def _shapes(self, rows: int, length: int, places: int) -> list[tuple[int, int, int]]:
-        heads = self._spec.cache_heads
-        return [(rows, heads, length // places * (width // self._divisor)) for width in cache_widths(self._spec)]
+        heads, divisor = self._kind.heads, self._divisor
+        return [(rows, heads, length // places * (width // divisor)) for width in self._widths]
 
     def _units(self, places: int) -> tuple[list[Ids], int]:
         """Return the unit numbers of each key and value, and that of the unit of zeros."""
@@ -175,8 +173,3 @@ class _DeviceBuffers(RowBuffers):
         memory = ort.OrtValue.ortvalue_from_shape_and_type([size], np.uint8, kind, 0)
         self._gather.copy(self._memory, width, order, memory.data_ptr())
         self._memory, self.rows, self.length = memory, rows, length
-
-
-def cache_widths(spec: ModelSpec) -> list[int]:
-    """Return the width of each key and value of all layers, in graph order."""
-    return [spec.head_dim, spec.value_dim] * spec.layers

@@ -10,9 +10,7 @@ import onnxruntime as ort
 
 from tfexport.contract import SOURCE_MASK
 from tfexport.errors import InputError
-from tfexport.precision import FLOAT
 from tfexport.runtime.checked import CheckedScoring
-from tfexport.runtime.ort._cache import cache_widths
 from tfexport.runtime.ort._device import OrtGraphs, Step, host_value
 from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, prefilled, rows_of
 from tfexport.runtime.sources import Sources
@@ -31,7 +29,7 @@ class ConcatBatch(CheckedScoring):
         self._past: list[ort.OrtValue] = []
 
     def _add(self, sources: Sources, prompts: Prompts) -> None:
-        spec, new, device = self._spec, len(sources), self._graphs.device
+        new, device = len(sources), self._graphs.device
         if self.lengths.size or len({len(prompt) for prompt in prompts}) > 1:
             raise InputError(
                 "all sources of a batch of the concat decoder variant must be added together, with equally long "
@@ -42,8 +40,8 @@ class ConcatBatch(CheckedScoring):
             io.bind_output(name, device.type, 0)
         self._graphs.run_encoder(io, sources)
         self._cross, self._source_mask = list(io.get_outputs()), sources.mask.copy()
-        shapes = [(new, spec.cache_heads, 0, width) for width in cache_widths(spec)]
-        self._past = [device.empty(shape, FLOAT[spec.precision]) for shape in shapes]
+        kind = self._spec.cache
+        self._past = [device.empty(shape, kind.dtype) for shape in kind.shapes(new, 0)]
         read = prefilled(prompts)
         if read.size:
             self._run(read, 1)

@@ -161,8 +161,8 @@ class OrtGraphs:
     gather: RowGather | None  # None if NumPy moves rows on the host
 
     def __post_init__(self) -> None:
-        names = [contract.key_value_names(side, self.spec.layers) for side in ("cross", "past", "present")]
-        self.cross, self.past, self.present = names
+        spec = self.spec
+        self.cross, self.past, self.present = spec.cross.names("cross"), *map(spec.cache.names, ("past", "present"))
         inputs = {tensor.name for tensor in self.decoder.get_inputs()} if self.decoder else set()
         self.reads_lengths = contract.CACHE_LENGTHS in inputs
         # Whether the decoder returns the logits of several positions (`--speculation`).

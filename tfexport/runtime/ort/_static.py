@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 
-from tfexport.contract import SOURCE_MASK
+from tfexport.contract import SOURCE_MASK, CacheKind
 from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, row_buffers
 from tfexport.runtime.ort._device import OrtGraphs, Step, encoder_runs
@@ -69,13 +69,13 @@ class StaticBatch(CheckedScoring):
         self._write_mask(self._source_lengths)
 
     def _begin(self) -> None:
-        self._caches = self._buffers(0, min(FIRST_CAPACITY, self._spec.max_target_length))
-        self._cross = self._buffers(0, _SOURCE_BLOCK)
+        self._caches = self._buffers(self._spec.cache, 0, min(FIRST_CAPACITY, self._spec.max_target_length))
+        self._cross = self._buffers(self._spec.cross, 0, _SOURCE_BLOCK)
         self._mask: ort.OrtValue | None = None
         self._steps: dict[tuple[int, int | None], Step] = {}
 
-    def _buffers(self, rows: int, length: int) -> RowBuffers:
-        return row_buffers(self._spec, self._graphs.gather, rows, length)
+    def _buffers(self, kind: CacheKind, rows: int, length: int) -> RowBuffers:
+        return row_buffers(kind, self._graphs.gather, rows, length)
 
     def _encode(self, sources: Sources, lengths: Ids) -> None:
         old, new = lengths.size - len(sources), len(sources)
@@ -89,7 +89,7 @@ class StaticBatch(CheckedScoring):
             self._cross.write(old + rows, self._run_encoder(sources.take(rows)), np.arange(rows.size))
 
     def _run_encoder(self, sources: Sources) -> RowBuffers:
-        found = self._buffers(*sources.mask.shape)
+        found = self._buffers(self._spec.cross, *sources.mask.shape)
         io = self._graphs.bind_encoder(sources)
         found.bind(io.bind_output, self._graphs.cross, len(sources))
         self._graphs.run_encoder(io, sources)
@@ -131,7 +131,7 @@ class StaticBatch(CheckedScoring):
 
     def _prefill(self, prompts: Prompts, first: int) -> RowBuffers:
         target_ids = prefilled(prompts)
-        caches = self._buffers(*target_ids.shape)
+        caches = self._buffers(self._spec.cache, *target_ids.shape)
         step = Step(self._graphs, len(prompts), 1, target_ids.shape[1])
         self._bind(step, caches, len(prompts), len(prompts), first)
         step.run(target_ids, np.zeros(len(prompts), np.int64))

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Variant, decoder_graph, key_value_names
+from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Variant, decoder_graph
 from tfexport.precision import FLOAT
 from tfexport.runtime.session import Ids
 from tfexport.tensorrt.config import Shape
@@ -72,8 +72,8 @@ class Caches:
         spec = device.engines.spec
         graph = decoder_graph(spec, variant)
         self._tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.outputs)}
-        self._past, self._cross = key_value_names("past", spec.layers), key_value_names("cross", spec.layers)
-        self._present = key_value_names("present", spec.layers)
+        self._cross = spec.cross.names("cross")
+        self._past, self._present = spec.cache.names("past"), spec.cache.names("present")
         self._item_bytes = ITEM_BYTES[FLOAT[spec.precision]]
         self._order: Ids = device.pinned(device.engines.limits.max_batch, np.int64)
         self._order_was_read = device.event()
