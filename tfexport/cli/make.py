@@ -1,4 +1,4 @@
-"""Commands that write something: `tfexport import`, `onnx`, `trt` and `triton`."""
+"""Commands that write something: `import`, `trim`, `onnx`, `trt` and `triton`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from tfexport.bundle.manifest import ENGINES, Identity
 from tfexport.cli.commands import main, reports_whether_written
 from tfexport.cli.options import (
+    INPUT,
     PATH,
     CommaList,
     config_of,
@@ -20,7 +21,7 @@ from tfexport.cli.options import (
     sign_key_option,
     trusted_keys_option,
 )
-from tfexport.cli.terminal import print_result, report_line, stage_progress
+from tfexport.cli.terminal import inputs_of, print_result, report_line, stage_progress
 from tfexport.contract import CONCAT_OPSETS, AlignmentHeads
 from tfexport.errors import printable
 from tfexport.export.config import ExportConfig
@@ -71,6 +72,28 @@ def _heads(value: str) -> AlignmentHeads:
     except ValueError as error:
         remedy = "write 1 for all heads of layer 1, or 1:0,2"
         raise click.BadParameter(f"{value!r} is not a layer and heads; {remedy}") from error
+
+
+@main.command()
+@click.argument("model", type=PATH)
+@click.option("--output", type=PATH, required=True, help="Model directory to write.")
+@click.option("--corpus", type=INPUT, required=True, help="Texts, one a line; a tab may separate a target to keep.")
+@click.option("--keep", type=INPUT, help="More tokens to keep, one a line, spelled as in the tokenizer.")
+@click.option("--force", is_flag=True, help="Replace an existing model directory once the new one is complete.")
+@json_option
+def trim(model: Path, output: Path, corpus: Path, keep: Path | None, force: bool, as_json: bool) -> None:
+    """Copy the model directory MODEL without tokens that your texts do not need.
+
+    It keeps the tokens of the corpus and of what the model writes for it, special tokens, and bytes and single
+    characters. It refuses to write a model that encodes or writes a text of the corpus differently.
+    """
+    pairs = [line.partition("\t")[::2] for line in inputs_of((), corpus)]
+    tokens = inputs_of((), keep) if keep else []
+    with reports_whether_written(output):
+        from tfexport.trim import trim_model
+
+        found = trim_model(model, output, pairs, keep=tokens, force=force, report=report_line)
+        print_result(found.to_dict(), found.lines(), as_json)
 
 
 @main.command()

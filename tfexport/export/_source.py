@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, PROCESSOR, TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, PROCESSOR, TEXT
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import read_json, render
 from tfexport.bundle.manifest import ModuleEntry, Provenance, changes_since_import, read_sources
@@ -18,7 +18,7 @@ from tfexport.bundle.status import LOOP, REFERENCE
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, raise_all
 from tfexport.export.config import ExportConfig
-from tfexport.generation import GenerationDefaults
+from tfexport.importing.directory import stored_defaults, stored_tokenizer
 from tfexport.importing.own_module import OwnModule, is_own_module, load_own_module
 from tfexport.importing.preprocessing import compare_processor
 from tfexport.importing.reference.texts import record_texts
@@ -28,9 +28,7 @@ from tfexport.nn.directory import load_model
 from tfexport.nn.eager import EagerModel
 from tfexport.nn.presets import build_preset
 from tfexport.nn.transformer import Transformer
-from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
-from tfexport.text.vocabulary import read_plain, try_tokenizer
 
 PRESET = "preset:"
 Report = Callable[[str], None]
@@ -70,19 +68,8 @@ def _canonical(model: Transformer, config: ExportConfig) -> Source:
 
 def _from_directory(directory: Path, config: ExportConfig, report: Report) -> Source:
     found = _canonical(load_model(directory), config)
-    paths = {name: path for name in (TOKENIZER, TARGET_TOKENIZER) if os.path.lexists(path := directory / name)}
-    files = {name: read_plain(path) for name, path in paths.items()}
-    tokenizer = None
-    if TOKENIZER in files:
-        path = directory / TEXT  # missing in directories of earlier versions
-        text = TextConfig.from_dict(read_json(path, TEXT), subject=TEXT) if os.path.lexists(path) else TextConfig()
-        for name, raw in files.items():
-            try_tokenizer(raw, str(paths[name]))
-        tokenizer = Tokenizer.parse([(str(paths[name]), raw) for name, raw in files.items()], found.spec, text=text)
-    path = directory / GENERATION
-    if os.path.lexists(path):
-        defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
-        raise_all(ConfigError, str(path), defaults.token_problems(found.spec.vocab))
+    tokenizer, files = stored_tokenizer(directory, found.spec)
+    if defaults := stored_defaults(directory, found.spec):
         files[GENERATION] = render(defaults.given())
     if os.path.lexists(path := directory / PROCESSOR):
         files[PROCESSOR] = render(ProcessorConfig.read(path, found.spec).to_dict())

@@ -99,6 +99,10 @@ class Vocabulary:
             raise InputError("has no character of the vocabulary; give a text like those that the model was trained on")
         return ids
 
+    def raw_ids(self, text: str, *, special: bool) -> list[int]:
+        """Return the ids of a text, also those beyond the model's vocabulary."""
+        return self._encoding(text, special=special).ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Convert token ids to text, without special tokens and unassigned ids."""
         with errors_as(_not_decoded):
