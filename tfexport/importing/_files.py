@@ -25,6 +25,8 @@ from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.errors import CheckpointError, ConfigError, printable, raise_all, shortened
 from tfexport.importing._buffers import buffer_kind
 from tfexport.importing._torch_file import STATE_DICT_ONLY, is_torch_file, read_torch
+from tfexport.importing.layout.layout import Layout
+from tfexport.nn.switches import Value
 
 GENERATION_CONFIG = "generation_config.json"
 INDEX = ".index.json"
@@ -69,6 +71,16 @@ class LeftOut(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Described:
+    """The layout and the settings of a file that describes its own model."""
+
+    layout: Layout
+    settings: Mapping[str, Value]
+    source_suffix: tuple[int, ...] = ()
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """State dict and metadata of a checkpoint; do not modify the tensors."""
 
@@ -78,6 +90,7 @@ class Checkpoint:
     hf_generation: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()  # about removed wrappers, prefixes and entries
+    described: Described | None = None
 
 
 def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:

@@ -21,6 +21,7 @@ from tfexport.contract import ModelSpec, SpeechTokens
 from tfexport.errors import BackendError, BundleError, CheckpointError, ConfigError, ParityError, raise_all, shortened
 from tfexport.generation import GenerationDefaults
 from tfexport.importing._files import read_checkpoint, without_prefix
+from tfexport.importing._marian_file import is_marian
 from tfexport.importing._options import Options, check_settings, named_layout, read_options
 from tfexport.importing.accounting import Account, check_same, only_buffers
 from tfexport.importing.config import ImportConfig
@@ -44,6 +45,7 @@ from tfexport.importing.huggingface.processor import directory_processor
 from tfexport.importing.huggingface.tokenizer import tokenizer_names
 from tfexport.importing.layout.apply import FOLDED_PROJECTION, Canonical, apply_layout, fits_names, unsupported
 from tfexport.importing.layout.layout import SIDES, Layout, builtin_layouts, override, render_layout
+from tfexport.importing.marian import read_marian
 from tfexport.importing.reference.certificate import Certificate, certify
 from tfexport.importing.reference.compare import BASELINES, TOLERANCE, compare, fitting_threads, tolerance
 from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference
@@ -197,7 +199,7 @@ class _Import:
         report: Callable[[str], None],
     ) -> None:
         self.path, self.config, self.report = path, config, report
-        self.checkpoint = read_checkpoint(path, config.entry)
+        self.checkpoint = read_marian(path) if is_marian(path) else read_checkpoint(path, config.entry)
         for name, file in self.checkpoint.files.items():
             report(f"read {name}: {file.bytes} bytes, sha256 {file.sha256}")
         for note in self.checkpoint.notes:
@@ -252,6 +254,8 @@ class _Import:
     ) -> tuple[Family | None, Layout | None, dict[str, Value]]:
         hf, generation = self.hf_config, self.checkpoint.hf_generation
         layout = self.config.layout if self.config.builtin else ""
+        if (described := self.checkpoint.described) is not None:
+            return None, given or described.layout, dict(described.settings)
         if hf is None:
             return None, given, {}
         if (family := family_of(hf)) is None:
@@ -434,8 +438,11 @@ class _Import:
 
     def text(self, source: Path | None, target: Path | None, spec: ModelSpec, *, has_own_weights: bool) -> ImportedText:
         config, is_directory = self.config, self.hf_config is not None
+        suffix, described = config.source_suffix, self.checkpoint.described
         user_text = TextConfig(
-            source_prefix=config.source_prefix, source_suffix=config.source_suffix, target_prefix=config.target_prefix
+            source_prefix=config.source_prefix,
+            source_suffix=suffix or (described.source_suffix if described else ()),
+            target_prefix=config.target_prefix,
         )
         recorded = self.proof.reference.text if self.proof else None
         if source is None and (config.source_language, config.target_language) != (None, None):
@@ -464,7 +471,8 @@ class _Import:
         if config.target_vocab is None:
             return GenerationDefaults(), []
         if self.hf_config is None:
-            return GenerationDefaults.from_dict(language), []
+            described = self.checkpoint.described
+            return GenerationDefaults.from_dict({**(described.generation if described else {}), **language}), []
         given = {**self._speech[1], **language}
         found, own = (self.hf_config, given) if self.checkpoint.hf_generation else (given, {})
         return read_generation(found, own, config, self.own_settings)

@@ -17,6 +17,7 @@ from tfexport._io.strict_json import plain_problem
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, CheckpointError, raise_all, shortened
 from tfexport.importing.bare_vocabulary import BareVocabulary
+from tfexport.importing.layout.layout import parse_vocabulary
 from tfexport.text.vocabulary import BEYOND, MAX_BYTES, TRIAL_CPU_S, TRIAL_MEMORY, errors_as
 
 Side = Literal["source", "target"]
@@ -50,8 +51,8 @@ def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
 def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes | BareVocabulary:
     """Read tokens with ids, or convert a vocabulary with rules to tokenizer.json.
 
-    Tokens are in JSON, a pickle, or a list: one per line, or as fairseq or OpenNMT-py write them. If they are pieces of
-    words, the codes of subword-nmt or fastBPE, or the SentencePiece model, next to a list split the words.
+    Tokens are in JSON, a pickle, or a list: one per line, or as fairseq, OpenNMT-py or Marian write them. If they are
+    pieces of words, the codes of subword-nmt or fastBPE, or the SentencePiece model, next to a list split the words.
     """
     raw, limits = read_vocabulary(path), {"memory_bytes": TRIAL_MEMORY, "cpu_s": TRIAL_CPU_S}
     is_pickle = raw.startswith((b"\x80", b"PK\x03\x04"))
@@ -153,7 +154,7 @@ def _bare(
 
 
 def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> bytes | BareVocabulary:
-    tokens, before = _read_tokens(text)
+    tokens, before = _read_yaml(text, path) if path.suffix in (".yml", ".yaml") else _read_tokens(text)
     if tokens and (tokens[0].startswith("#version") or all(re.fullmatch("[^ ]+ [^ ]+", token) for token in tokens)):
         remedy = "give the directory that has its vocab.json too"
         raise tokenizer_error(path, f"has only merges, as a merges.txt, and no ids; {remedy}")
@@ -179,6 +180,15 @@ def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> byt
         controls = dict.fromkeys(tokens[i] for i in around if i < len(tokens))
         inner = with_ids(read_sentencepiece(spm), words.ids, [*controls], words.unknown)
     return inner.to_str(pretty=True).encode()
+
+
+def _read_yaml(text: str, path: Path) -> tuple[list[str], int]:
+    """Return the tokens of a vocabulary of Marian, as `_read_tokens` does."""
+    ids = parse_vocabulary(text) or {}
+    tokens = sorted(ids, key=ids.__getitem__)
+    if not ids or [ids[token] for token in tokens] != list(range(len(ids))):
+        raise tokenizer_error(path, f"has {len(ids)} tokens with ids, expected ids from 0 without gaps")
+    return tokens, 0
 
 
 def _read_tokens(text: str) -> tuple[list[str], int]:

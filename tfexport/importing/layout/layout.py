@@ -237,6 +237,18 @@ def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
     return replace(layout, arch=arch, tokens=tokens)
 
 
+def parse_vocabulary(text: str) -> dict[str, int] | None:
+    """Parse the YAML of a vocabulary of Marian, or return None."""
+    loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # which keep every token as its text
+    try:
+        data = yaml.load(text, Loader=loader)  # noqa: S506, these make nothing but strings, lists and mappings
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or not all(isinstance(i, str) and i.isdecimal() for i in data.values()):
+        return None
+    return {str(token): int(i) for token, i in data.items()}
+
+
 class _Loader(yaml.SafeLoader):
     """Load plain data only: no objects, references, duplicate keys or deep nesting."""
 
@@ -261,13 +273,17 @@ class _Loader(yaml.SafeLoader):
 
 def parse_layout(text: str, name: str) -> Layout:
     """Parse the YAML of a layout file; `name` is used in error messages."""
+    return Layout.from_dict(parse_yaml(text, name), subject=name)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Parse YAML of at most 1 MiB whose keys are strings; errors begin with `name`."""
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{name}: has {len(text)} characters, the limit is {MAX_CONFIG_BYTES}")
     try:
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506, stricter than SafeLoader
+        return yaml.load(text, Loader=_Loader)  # noqa: S506, stricter than SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: is not valid YAML for a layout: {' '.join(str(error).split())[:300]}") from error
-    return Layout.from_dict(data, subject=name)
+        raise ConfigError(f"{name}: is not valid YAML: {' '.join(str(error).split())[:300]}") from error
 
 
 def render_layout(layout: Layout) -> str:
