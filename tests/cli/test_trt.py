@@ -114,8 +114,8 @@ def test_the_estimate_includes_every_decoder(dates_bundle: Path) -> None:
 
 
 def test_the_estimate_includes_prefill_and_step(dates_bundle: Path) -> None:
-    whole = memory(dates_bundle, "--max-source-length", "1")
-    short = memory(dates_bundle, "--max-source-length", "1", "--max-prefill", "2")
+    whole = memory(dates_bundle, "--maxShapes", "source_ids:4x1")
+    short = memory(dates_bundle, "--optShapes", "target_ids:4x1", "--maxShapes", "source_ids:4x1,target_ids:4x2")
     assert whole["activations"] == short["activations"]
     assert whole["prefill"] > 2 * whole["activations"]
     assert whole["prefill"] > 3 * short["prefill"]

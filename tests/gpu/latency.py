@@ -86,7 +86,7 @@ def double_latency(job: Job, cuda: Callable[[], Any] = WatchedCuda, engine: type
         with job.check(f"engine double {precision}") as numbers:
             path = job.bundle(MEASURED, precision)
             graphs = Graphs.of(open_bundle(path))
-            limits = {"max_batch": 128, "max_candidates": 16}
+            limits = {"max_batch": 128, "max_shapes": "num_candidates:16"}
             session = trt_session(graphs.paths, graphs.spec, "static", cuda=cuda(), kind=engine, **limits)
             report(session, weight_bytes(path, precision), numbers)
             session.close()

@@ -77,7 +77,7 @@ def test_engines_are_compared(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_smaller_engines_are_compared_within_their_limits(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"max_batch": 5, "max_source_length": 7, "max_target_length": 6, "max_candidates": 9}
+    limits = {"max_batch": 5, "max_source_length": 7, "max_target_length": 6, "max_shapes": "num_candidates:9"}
     monkeypatch.setattr(backend, "open_bundle", engines(**limits))
     assert verify_bundle(bundle, config=FEW, backend="trt").passed
 
@@ -128,7 +128,7 @@ def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
         found = step(*arguments)
         return dataclasses.replace(found, logits=found.logits[:, ::-1].copy())
 
-    monkeypatch.setattr(backend, "open_bundle", engines(max_candidates=9))
+    monkeypatch.setattr(backend, "open_bundle", engines(max_shapes="num_candidates:9"))
     monkeypatch.setattr(TrtBatch, "_step", wrong)
     report = verify_bundle(bundle, config=FEW, backend="trt")
     assert not report.passed

@@ -23,6 +23,9 @@ from tfexport.tensorrt.cuda import Gpu, find_gpus
 
 # Options of `tfexport trt` whose name differs from the field's.
 _OPTIONS = {
+    "min_shapes": "--minShapes",
+    "opt_shapes": "--optShapes",
+    "max_shapes": "--maxShapes",
     "workspace_mib": "--workspace",
     "hardware_compatibility": "--hardware-compatibility-level",
     "compute_capabilities": "--compute-capability",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
 from tfexport.contract import DECODER, ENCODER, REORDER, GraphSpec, ModelSpec, Variant, graph_contract
@@ -30,7 +30,10 @@ Profile = Mapping[str, ShapeRange]  # by input name
 
 
 class EngineConfig(Config, subject="engine", former={"form": "variant"}):
-    """Options for building TensorRT engines from the graphs of a bundle."""
+    """Options for building TensorRT engines from the graphs of a bundle.
+
+    The three `*_shapes` options override the profiles in trtexec's syntax, "source_ids:4x64,target_ids:4x1".
+    """
 
     target: Annotated[
         Target | None,
@@ -51,12 +54,9 @@ class EngineConfig(Config, subject="engine", former={"form": "variant"}):
             "memory for one more decoder. Chosen by default; the value of max-target-length builds one decoder."
         ),
     ] = ()
-    max_candidates: Annotated[Size | None, Help("Maximum candidates of a step; by default 256.")] = None
-    max_prefill: Annotated[Size | None, Help("Tokens of a prompt that one call reads; by default 16.")] = None
-    opt_batch: Annotated[Size | None, Help("Batch size to tune for; by default half of max-batch.")] = None
-    opt_source_length: Annotated[
-        Size | None, Help("Source tokens to tune for; by default half of max-source-length.")
-    ] = None
+    min_shapes: Annotated[str, Help("Smallest shapes, as in trtexec.")] = ""
+    opt_shapes: Annotated[str, Help("Shapes to tune for, as in trtexec.")] = ""
+    max_shapes: Annotated[str, Help("Largest shapes, as in trtexec.")] = ""
     workspace_mib: Annotated[Size | None, Help("Maximum scratch memory of a layer in MiB.")] = None
     builder_optimization_level: Annotated[
         int | None, Ge(0), Le(5), Help("0 to 5; higher levels build longer for faster engines.")
@@ -71,11 +71,6 @@ class EngineConfig(Config, subject="engine", former={"form": "variant"}):
         Match(r"[1-9][0-9]?\.[0-9]", "major.minor such as 8.6"),
         Help("GPUs to build for, such as 8.9; can be given several times (tensorrt-rtx)."),
     ] = ()
-
-    @classmethod
-    def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the shapes in trtexec's syntax of earlier versions."""
-        return {name: value for name, value in data.items() if name not in ("min_shapes", "opt_shapes", "max_shapes")}
 
     def _problems(self) -> list[str]:
         problems = _capacity_problems(self.capacities)

@@ -123,17 +123,12 @@ def test_all_problems_are_named_at_once(bundle: Bundle) -> None:
 def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
     """Read what tfexport 0.1.0 wrote for `tfexport trt BUNDLE --max-batch 4 --compute-capability 8.9`.
 
-    Its "form" is the variant of today, and its shapes in trtexec's syntax are no options of today.
+    Its "form" is the variant of today.
     """
     recorded = json.loads((Path(__file__).parents[1] / "data" / "engine.json").read_text())
     engine = EngineManifest.from_bytes(render(recorded))
     recorded["config"]["variant"] = recorded["config"].pop("form")
-    written = json.loads(engine.to_bytes())
-    for data in (recorded, written):
-        del data["self_sha256"]
-        for name in {*recorded["config"]} ^ {*written["config"]}:
-            assert not data["config"].pop(name, None)
-    assert written == recorded
+    assert json.loads(engine.to_bytes()) | {"self_sha256": ""} == recorded | {"self_sha256": ""}
     assert engine.limits.max_batch == 4
     assert engine.config.compute_capabilities == ("8.9",)
     assert engine.plans["encoder"].profiles[0]["source_ids"] == ShapeRange((1, 1), (2, 32), (4, 64))

@@ -11,7 +11,7 @@ from tfexport.contract import ModelSpec, TokenIds, Variant, decoder_graph
 from tfexport.errors import ConfigError
 from tfexport.sources import Convolution, FeatureSource, ImageSource
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
-from tfexport.tensorrt.config import PREFILL, EngineConfig, EngineLimits, ShapeRange
+from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, EngineLimits, ShapeRange
 
 SPEC = ModelSpec(
     d_model=32,
@@ -75,6 +75,11 @@ def test_an_encoder_only_bundle_has_one_plan() -> None:
     made = profiles(spec=ENCODER_ONLY)
     assert list(made.engines) == ["encoder"]
     assert made.limits == EngineLimits(max_batch=32, max_source_length=64, max_target_length=0, max_candidates=0)
+    assert profiles(spec=ENCODER_ONLY, max_shapes="source_ids:5x6").limits.max_batch == 5
+    assert "'target_ids'" in refusal(spec=ENCODER_ONLY, max_shapes="target_ids:5x6")
+    too_long = refusal(spec=ENCODER_ONLY, max_source_length=100, max_target_length=100)
+    assert "max_source_length is 100, the bundle has 64" in too_long
+    assert "max_target_length is 100, the bundle has 0; leave it out for an encoder-only bundle" in too_long
 
 
 LONG = replace(SPEC, max_target_length=4096)
@@ -105,6 +110,28 @@ def test_a_decoder_reads_no_more_than_its_capacity(given: tuple[int, ...]) -> No
     assert {name: made.engines[name] for name in whole} == whole
 
 
+def test_a_prefill_of_one_position_is_one_token() -> None:
+    _, prefill = profiles(capacities=(1,), min_shapes="target_ids:1x2", opt_shapes="target_ids:8x3").engines[
+        "decoder_static_1"
+    ]
+    assert prefill["target_ids"] == ShapeRange((1, 1), (8, 1), (32, 1))
+
+
+@pytest.mark.parametrize("variant", ["static", "concat"])
+def test_a_prefill_reads_sixteen_tokens_by_default(variant: Variant) -> None:
+    plan = {"static": "decoder_static", "concat": "decoder"}[variant]
+
+    def prefill(**shapes: str) -> ShapeRange:
+        return profiles(variant, spec=LONG, **shapes).engines[plan][PREFILL]["target_ids"]
+
+    assert prefill() == ShapeRange((1, 2), (16, 8), (32, 16))
+    assert prefill(max_shapes="target_ids:32x4096") == ShapeRange((1, 2), (16, 8), (32, 4096))
+    assert prefill(max_shapes="target_ids:32x5") == ShapeRange((1, 2), (16, 5), (32, 5))
+    assert prefill(opt_shapes="target_ids:32x64") == ShapeRange((1, 2), (32, 64), (32, 64)), "tuned for pieces of 64"
+    assert prefill(opt_shapes="target_ids:32x3") == ShapeRange((1, 2), (32, 3), (32, 16))
+    assert "target_len has min 1, opt 4097, max 4096" in refusal(variant, spec=LONG, opt_shapes="target_ids:32x4097")
+
+
 def test_capacities_ascend_and_are_within_the_limit_and_for_the_static_variant() -> None:
     for capacities, listed in (((0, 4), "0, 4"), ((4, 4), "4, 4")):
         assert f"engine: capacities are {listed}, expected them to ascend from 1" in refusal(capacities=capacities)
@@ -128,13 +155,23 @@ CAPTIONS = ModelSpec(image=ImageSource(channels=3, height=6, width=8, positions=
 
 
 def test_frames_follow_the_positions() -> None:
-    made = profiles(spec=SPEECH, max_batch=8, max_source_length=50, opt_source_length=25)
+    made = profiles(spec=SPEECH, max_batch=8, max_source_length=50)
     (encoder,) = made.engines["encoder"]
     assert made.limits.max_source_length == 50
     assert encoder["features"] == ShapeRange((1, 4, 80), (4, 100, 80), (8, 200, 80))
     assert encoder["feature_mask"] == ShapeRange((1, 4), (4, 100), (8, 200))
     for profile in made.engines["decoder_static"]:
         assert profile["source_mask"] == ShapeRange((1, 1), (4, 25), (8, 50))
+
+
+def test_positions_follow_the_frames_of_a_shape() -> None:
+    # 157 to 160 frames are 40 positions, and a session pads to 160.
+    made = profiles(spec=SPEECH, max_shapes="features:8x157x80", opt_shapes="feature_mask:2x12")
+    (encoder,) = made.engines["encoder"]
+    assert (made.limits.max_batch, made.limits.max_source_length) == (8, 40)
+    assert encoder["features"] == ShapeRange((1, 4, 80), (2, 12, 80), (8, 160, 80))
+    assert made.engines["decoder_static"][STEP]["cross_key.0"] == ShapeRange((1, 4, 1, 6), (2, 4, 3, 6), (8, 4, 40, 6))
+    assert profiles(spec=SPEECH, max_shapes="features:8x256x80,source_mask:8x64").limits.max_source_length == 64
 
 
 @pytest.mark.parametrize(
@@ -144,7 +181,7 @@ def test_frames_follow_the_positions() -> None:
 def test_sources_of_one_length_have_one_shape(
     spec: ModelSpec, positions: int, encoder: dict[str, tuple[int, ...]]
 ) -> None:
-    made = profiles(spec=spec, max_batch=4)
+    made = profiles(spec=spec, max_batch=4, max_shapes=f"source_mask:4x{positions}")
     shapes = {name: ShapeRange((1, *shape), (2, *shape), (4, *shape)) for name, shape in encoder.items()}
     assert made.engines["encoder"] == (shapes,)
     assert made.limits.max_source_length == positions
@@ -153,68 +190,99 @@ def test_sources_of_one_length_have_one_shape(
     assert made == profiles(spec=spec, max_batch=4, max_source_length=positions)
 
 
-# Other options.
+@pytest.mark.parametrize(
+    ("spec", "settings", "message"),
+    [
+        (SPEECH, {"max_shapes": "features:4x257x80"}, "source_len reaches 65, the bundle has 64"),
+        (SPEECH, {"max_shapes": "features:4x60x81"}, "max_shapes has 81 in features, expected 80 of batchxframesx80"),
+        (SPEECH, {"min_shapes": "features:1x5x80"}, "source_len begins at 2, expected 1"),
+        (SPEECH, {"max_shapes": "source_ids:4x60"}, "expected one of features, feature_mask, target_ids"),
+        (SPEECH, {"max_shapes": "features:4x60x80,feature_mask:4x61"}, "frames 60 in features and 61 in feature_mask"),
+        (SPEECH, {"max_shapes": "features:4x60x80,source_mask:4x16"}, "60 frames, which become 15 positions"),
+        (FIXED, {"max_shapes": "features:4x29x80"}, "max_shapes has 29 in features, expected 30 of batchx30x80"),
+        (FIXED, {"max_source_length": 7}, "max_source_length is 7, but every source has 8 positions"),
+        (CAPTIONS, {"opt_shapes": "pixels:4x3x6x9"}, "opt_shapes has 9 in pixels, expected 8 of batchx3x6x8"),
+        (CAPTIONS, {"max_shapes": "source_mask:4x11"}, "max_shapes has 11 in source_mask, expected 12 of batchx12"),
+    ],
+)
+def test_shapes_that_a_source_cannot_have_are_named(spec: ModelSpec, settings: dict[str, object], message: str) -> None:
+    assert message in refusal(spec=spec, **settings)
 
 
-def test_profiles_are_tuned_for_the_given_sizes() -> None:
-    made = profiles(max_batch=6, max_source_length=20, opt_batch=2, opt_source_length=15, max_candidates=400)
-    assert (made.limits.max_batch, made.limits.max_source_length, made.limits.max_candidates) == (6, 20, 400)
+# Shapes in trtexec's spelling.
+
+
+def test_a_shape_binds_its_dimensions_wherever_they_occur() -> None:
+    made = profiles(max_shapes="source_ids:6x20", opt_shapes="cross_value.1:2x4x10x10", min_shapes="source_mask:1x1")
+    assert (made.limits.max_batch, made.limits.max_source_length) == (6, 20)
     (encoder,) = made.engines["encoder"]
-    assert encoder["source_ids"] == ShapeRange((1, 1), (2, 15), (6, 20))
+    assert encoder["source_ids"] == ShapeRange((1, 1), (2, 10), (6, 20))
     for profile in made.engines["decoder_static"]:
-        assert profile["cross_key.0"] == ShapeRange((1, 4, 1, 6), (2, 4, 15, 6), (6, 4, 20, 6))
+        assert profile["cross_key.0"] == ShapeRange((1, 4, 1, 6), (2, 4, 10, 6), (6, 4, 20, 6))
         assert profile["past_key.0"] == ShapeRange((1, 4, 16, 6), (2, 4, 16, 6), (6, 4, 16, 6))
-        assert profile["num_candidates"] == ShapeRange((1,), (1,), (400,))
     (reorder,) = made.engines["reorder"]
-    assert reorder == {"cache": ShapeRange((1, 24), (2, 640), (6, 800)), "order": ShapeRange((1,), (2,), (6,))}
+    assert reorder["order"] == ShapeRange((1,), (2,), (6,))
+
+
+def test_candidates_can_be_raised_to_the_limit_of_topk() -> None:
+    large = replace(SPEC, vocab=100_000)
+    made = profiles(spec=large, max_shapes="num_candidates:3840")
+    assert made.limits.max_candidates == 3840
+    assert made.engines["decoder_static"][STEP]["num_candidates"] == ShapeRange((1,), (1,), (3840,))
+    beyond = refusal(spec=large, max_shapes="num_candidates:3841")
+    assert "num_candidates reaches 3841, a step returns at most 3840" in beyond
+    assert "num_candidates reaches 501, a step returns at most 500" in refusal(max_shapes="num_candidates:501")
+
+
+def test_the_past_of_the_concat_variant_limits_the_target() -> None:
+    made = profiles("concat", max_shapes="past_key.0:32x4x9x6")
+    assert made.limits.max_target_length == 10
+    assert made.engines["decoder"][STEP]["past_value.1"].max == (32, 4, 9, 10)
 
 
 @pytest.mark.parametrize(
-    ("settings", "tokens"),
-    [({}, (2, 8, 16)), ({"max_prefill": 4096}, (2, 2048, 4096)), ({"max_prefill": 5}, (2, 3, 5))],
-)
-@pytest.mark.parametrize("variant", ["static", "concat"])
-def test_a_prefill_reads_sixteen_tokens_by_default(
-    variant: Variant, settings: dict[str, int], tokens: tuple[int, int, int]
-) -> None:
-    plan = {"static": "decoder_static", "concat": "decoder"}[variant]
-    found = profiles(variant, spec=LONG, **settings).engines[plan][PREFILL]["target_ids"]
-    assert found == ShapeRange(*zip((1, 16, 32), tokens, strict=True))
-
-
-def test_a_prefill_of_one_position_is_one_token() -> None:
-    _, prefill = profiles(capacities=(1,)).engines["decoder_static_1"]
-    assert prefill["target_ids"] == ShapeRange((1, 1), (16, 1), (32, 1))
-
-
-@pytest.mark.parametrize(
-    ("spec", "name", "limit"),
+    ("settings", "message"),
     [
-        (SPEC, "max_source_length", 64),
-        (SPEC, "max_target_length", 16),
-        (SPEC, "max_candidates", 500),
-        (replace(SPEC, vocab=100_000), "max_candidates", 3840),
-        (SPEC, "max_prefill", 16),
-        (SPEC, "opt_batch", 32),
-        (SPEC, "opt_source_length", 64),
+        ({"max_shapes": "sauce:1x2"}, "max_shapes has 'sauce', expected one of source_ids, source_mask, target_ids, "),
+        ({"max_shapes": "source_ids:4"}, "max_shapes has source_ids with 1 sizes, expected batchxsource_len"),
+        ({"max_shapes": "num_candidates:1x2"}, "max_shapes has num_candidates with 2 sizes, expected num_candidates"),
+        ({"min_shapes": "past_key.0:1x4x9x6"}, "min_shapes has 9 in past_key.0, expected 16 of rowsx4x16x6, which is"),
+        ({"opt_shapes": "cross_key.0:1x5x9x6"}, "opt_shapes has 5 in cross_key.0, expected 4 of batchx4xsource_lenx6"),
+        (
+            {"max_shapes": "source_ids:4x8,source_mask:4x9"},
+            "max_shapes has source_len 8 in source_ids and 9 in source_mask, expected one",
+        ),
+        ({"max_shapes": "source_ids:4x8,source_ids:4x8"}, "max_shapes has source_ids twice"),
+        ({"min_shapes": "source_ids:4x9", "max_shapes": "source_ids:4x8"}, "source_len has min 9, opt 8, max 8"),
+        ({"min_shapes": "source_ids:2x3"}, "batch begins at 2, expected 1, the smallest that a session uses; source"),
+        ({"min_shapes": "target_ids:1x3"}, "target_len begins at 3, expected 1 or 2, the smallest"),
+        ({"max_shapes": "source_ids:4x65"}, "source_len reaches 65, the bundle has 64"),
+        ({"max_shapes": "target_ids:4x17"}, "target_len reaches 17, the bundle has 16"),
+        ({"opt_shapes": "source_ids:3x8,target_ids:4x1"}, "opt has batch 3 and rows 4, expected a multiple"),
+        ({"max_shapes": "source_ids:4x8,target_ids:8x1"}, "max has batch 4 and rows 8, expected them equal"),
     ],
 )
-def test_sizes_above_the_limits_are_named(spec: ModelSpec, name: str, limit: int) -> None:
-    profiles(spec=spec, **{name: limit})
-    message = refusal(spec=spec, **{name: limit + 1}, capacities=(17,))
-    assert f"{name} is {limit + 1}, " in message
-    assert f" {limit}; " in message
-    assert "capacities are 17" in message, "all problems at once"
+def test_shapes_that_do_not_fit_are_named(settings: dict[str, object], message: str) -> None:
+    assert message in refusal(**settings)
+
+
+@pytest.mark.parametrize("text", ["source_ids", "source_ids:", ":4x8", "source_ids:4x", "source_ids:4X8", "a:-1x2"])
+def test_a_shape_in_another_syntax_is_named(text: str) -> None:
+    assert f"opt_shapes has {text!r}, expected name:1x2x3" in refusal(opt_shapes=text)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    message = refusal(max_shapes="sauce:1,source_ids:4x900,past_key.0:1x4x9x6", min_shapes="source_ids:9x1")
+    assert message.startswith("engine: ")
+    for part in ("'sauce'", "9 in past_key.0", "source_len reaches 900", "batch has min 9"):
+        assert part in message
 
 
 @pytest.mark.parametrize(
-    ("spec", "settings"),
-    [
-        (FIXED, {"max_source_length": 7}),
-        (CAPTIONS, {"opt_source_length": 11}),
-        (ENCODER_ONLY, {"max_candidates": 5}),
-        (ENCODER_ONLY, {"max_target_length": 5}),
-    ],
+    ("variant", "shapes", "tokens"),
+    [("static", "source_ids:4x48", 48), ("concat", "past_key.0:4x4x14x6", 14), ("static", "source_ids:4x4", 8)],
 )
-def test_sizes_that_a_model_does_not_have_are_named(spec: ModelSpec, settings: dict[str, object]) -> None:
-    assert "leave it out" in refusal(spec=spec, **settings)
+def test_reordered_rows_are_as_wide_as_the_given_shapes(variant: Variant, shapes: str, tokens: int) -> None:
+    made = profiles(variant, max_source_length=8, max_target_length=8, max_shapes=shapes)
+    (reorder,) = made.engines["reorder"]
+    assert reorder["cache"].max == (4, 4 * 10 * tokens)

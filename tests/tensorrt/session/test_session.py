@@ -341,14 +341,14 @@ def steps(dates: Model, session: TrtSession, number: int, num_candidates: int = 
         (lambda s, m: m.add(s.batch(), [[4] * 9]), "9 source tokens, the limit is 8 .*--max-source-length 9"),
         (lambda s, m: steps(m, s, 7), "7 target tokens, the limit is 6 .*--max-target-length 7"),
         (lambda s, m: m.add(s.batch(), [[4]], [[4] * 7]), "7 target tokens, the limit is 6 .*--max-target-length 7"),
-        (lambda s, m: steps(m, s, 1, 6), "6 candidates, the limit is 5 .*--max-candidates 6"),
+        (lambda s, m: steps(m, s, 1, 6), "6 candidates, the limit is 5 .*--maxShapes num_candidates:6"),
     ],
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_request_above_the_engines_names_limit_and_command(
     dates: Model, variant: Variant, ask: Callable[[TrtSession, Model], object], message: str
 ) -> None:
-    narrow = {"max_batch": 4, "max_source_length": 8, "max_target_length": 6, "max_candidates": 5}
+    narrow = {"max_batch": 4, "max_source_length": 8, "max_target_length": 6, "max_shapes": "num_candidates:5"}
     session = dates.trt(variant, **narrow)
     assert (session.spec.max_source_length, session.spec.max_target_length) == (8, 6)
     limits = session.limits

@@ -414,7 +414,8 @@ def trt_session(
 ) -> TrtSession:
     """Open graphs in a session on doubles; `changes` are fields of EngineConfig."""
     cuda, log = cuda or CudaDouble(), []  # type: ignore[var-annotated]
-    config = EngineConfig(**{"max_batch": 32, "max_candidates": spec.vocab or None, **changes})
+    wide = f"num_candidates:{spec.vocab}" if spec.has_decoder else ""
+    config = EngineConfig(**{"max_batch": 32, "max_shapes": wide, **changes})
     engines, limits = make_engines(graphs, spec, variant, config, cuda, log, kind)
     device: Any = cuda
     reason = lambda: log[-1] if log else "nothing"  # noqa: E731

@@ -122,7 +122,7 @@ class Context:
                 spelled = "x".join(map(str, shape))
                 raise BackendError(
                     f"trt: {self.name} refuses the shape {spelled} of {name}: {self._reason()}; use smaller batches, "
-                    "or build engines for more: tfexport trt BUNDLE --force"
+                    f"or build engines for more: tfexport trt BUNDLE --maxShapes {name}:{spelled} --force"
                 )
         try:
             missing = self._context.infer_shapes()

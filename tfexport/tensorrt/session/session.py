@@ -150,5 +150,5 @@ def _limits(spec: ModelSpec, limits: EngineLimits) -> Limits:
         rows=Limit(limits.max_batch, build("--max-batch ")),
         source_length=length("source", limits.max_source_length, spec.max_source_length),
         target_length=length("target", limits.max_target_length, spec.max_target_length),
-        candidates=Limit(limits.max_candidates, build("--max-candidates ")),
+        candidates=Limit(limits.max_candidates, build("--maxShapes num_candidates:")),
     )
