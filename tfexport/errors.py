@@ -14,7 +14,7 @@ TfexportError
 │   ├── Cancelled          a request was cancelled
 │   ├── Draining           the engine is shutting down
 │   └── EngineFailed       the engine has failed
-├── BenchError       a measurement cannot be made
+├── BenchError       a measurement cannot be made, read or compared
 └── ParityError      the output of a stage differs from the eager model's
 
 A message is one line with three parts, which are attributes of the error: what was checked (`subject`), what is wrong
@@ -123,7 +123,7 @@ class EngineFailed(ServingError):
 
 
 class BenchError(TfexportError):
-    """A measurement cannot be made."""
+    """A measurement cannot be made, read or compared."""
 
 
 class ParityError(TfexportError):

@@ -1,18 +1,24 @@
-"""Reports: JSON and table."""
+"""Reports: JSON, table and comparison."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench.test_measuring import samples
 from tfexport.bench._report import build_result
+from tfexport.bench.compare import Condition, compare, read_result
 from tfexport.bench.config import BenchConfig
 from tfexport.bench.show import lines
+from tfexport.errors import BenchError, ConfigError
+
+# What the server scenario has besides.
 
 NUMBER = (int, float)
 DISTRIBUTION = {
@@ -195,3 +201,105 @@ def test_the_table_shows_the_numbers() -> None:
         "p99 needs 1,000 samples",
     ):
         assert part in text
+
+
+# ---- comparing
+
+
+def test_a_comparison_shows_the_change() -> None:
+    lines, failures = compare(report(), report(scale=2.0))
+    text = "\n".join(lines)
+    # 8 ms become 14: 1 encoder, 3 · 4 steps, 1 rest.
+    assert re.search(r"output_token_throughput +tokens/sec +375 +214 +-42.9 %$", text, re.MULTILINE)
+    assert re.search(r"request_latency p50 +ms +8.00 +14.0 +\+75.0 %$", text, re.MULTILINE)
+    assert "request_latency p99" not in text
+    assert failures == []
+    lines, _ = compare(report(), report())
+    assert sum(line.endswith("within the spread") for line in lines) >= 8
+
+
+@pytest.mark.parametrize(
+    ("text", "fails"),
+    [
+        ("output_token_throughput<-5%", True),
+        ("output_token_throughput < -42.8 %", True),
+        ("output_token_throughput<-43%", False),
+        ("output_token_throughput>5%", False),
+        ("request_latency>10%", True),
+        ("request_latency.p95>80%", False),
+        ("peak_memory>99%", True),
+        ("load_time<+101%", True),
+    ],
+)
+def test_conditions(text: str, fails: bool) -> None:
+    _, failures = compare(report(), report(scale=2.0), [Condition.parse(text)])
+    assert bool(failures) is fails
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "throughput<5", "a<b%", "request_latency.p42>5%", "a=5%", "A<5%", "a<1e999%"]
+)
+def test_an_invalid_condition_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Condition.parse(text)
+
+
+@pytest.mark.parametrize("condition", ["speed<5%", "step_time.p99>5%"])
+def test_a_condition_on_an_unknown_metric_is_refused(condition: str) -> None:
+    with pytest.raises(BenchError):
+        compare(report(), report(), [Condition.parse(condition)])
+
+
+def test_reports_with_different_settings_are_not_compared() -> None:
+    other = report(num_beams=4)
+    other["bundle"]["sha256"] = "cd" * 32
+    with pytest.raises(BenchError):
+        compare(report(), other)
+    with pytest.raises(BenchError):
+        compare(report(), other, vary=["bundle"])
+    lines, _ = compare(report(), other, vary=["bundle", "num_beams"])
+    assert "num_beams: 1 → 4" in lines
+    with pytest.raises(ConfigError):
+        compare(report(), report(), vary=["colour"])
+    with pytest.raises(BenchError):
+        compare(report(**SWEEP), report(), vary=["scenario", "batch_size", "source_length"])
+
+
+def test_a_comparison_reports_invalid_reports() -> None:
+    lines, _ = compare(report(), report(windows=(1.0, 2.0)))
+    assert lines[0].startswith("the second is INVALID: unstable")
+
+
+def change(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data.update(values)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        change(bundle=None, settings=[]),
+        change(cells=[]),
+        change(cells=[5]),
+        change(metrics={"a": 5}),
+        change(metrics={"request_latency": {"unit": "ms", "p50": "fast"}}),
+        change(validity=5),
+        lambda data: data["cells"][0]["metrics"]["request_latency"].update(p50=[1]),
+    ],
+)
+def test_a_damaged_report_is_refused(damage: Callable[[dict[str, Any]], object]) -> None:
+    data = copy.deepcopy(report())
+    damage(data)
+    with pytest.raises(BenchError):
+        compare(data, data, [Condition.parse("request_latency<5%")])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'{"schema": "tfexport.bench/1"}', b" " * (16 * 1024 * 1024 + 1)],
+)
+def test_a_file_that_is_not_a_report_is_refused(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(raw)
+    with pytest.raises(BenchError):
+        read_result(tmp_path / "a.json")
+    with pytest.raises(BenchError):
+        read_result(tmp_path)

@@ -88,6 +88,18 @@ def test_a_real_run_writes_a_report(measured: Path, dates_bundle: Path) -> None:
     assert (measured / "said").read_text().startswith("dates · fp32 · ort · sweep · batch 1, 3 · source 5 · target 4")
 
 
+def test_a_real_report_compares_with_itself(measured: Path) -> None:
+    path = measured / "report.json"
+    result = run("bench", "compare", path, path, "--fail-if", "output_token_throughput<-5%")
+    assert result.exit_code == 0, result.output
+    assert "+0.0 %" in result.stdout
+    failed = run("bench", "compare", path, path, "--fail-if", "output_token_throughput<5%", "--fail-if", "load_time<1%")
+    assert failed.exit_code == 2
+    assert failed.stderr.startswith("error: bench compare: output_token_throughput.value changed by +0.0 % at 5/4/1")
+    assert failed.stderr.count("changed by") == 3
+    assert failed.stderr.count("\n") == 1
+
+
 def test_an_error_of_a_process_is_reported_unchanged(dates_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("1 May 2001\n" + "x" * 500 + "\n")
     refuses(run("bench", dates_bundle, "--input", tmp_path / "texts", "--no-verify"), "text 2")
@@ -149,6 +161,18 @@ def test_an_invalid_measurement_exits_with_2(
     assert "--duration 15" in " ".join(result.stdout.split())
 
 
+def test_a_bundle_may_be_called_compare(
+    dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(dates_bundle, tmp_path / "compare")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (("./compare", "--no-verify"), ("--no-verify", "compare")):
+        result = run("bench", *arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stdout.startswith("compare · fp32")
+    refuses(run("bench", "compare"), "Missing argument 'FIRST'")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -184,6 +208,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
 
 def test_a_path_without_a_bundle_is_refused(tmp_path: Path, canned: list[int]) -> None:
     refuses(run("bench", tmp_path / "missing"), "there is no bundle")
+    refuses(run("bench", "compare", tmp_path, tmp_path), "is not a plain file")
     assert canned == []
 
 

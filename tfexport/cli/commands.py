@@ -66,6 +66,11 @@ class Commands(click.Group):
             code = EXIT_TERMINATED
         sys.exit(code)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find a command by its name, which may be two words."""
+        name = " ".join(args[:2])
+        return (name, self.commands[name], args[2:]) if name in self.commands else super().resolve_command(ctx, args)
+
 
 @click.group(
     cls=Commands,

@@ -14,6 +14,7 @@ from tfexport.cli.commands import EXIT_ERROR, EXIT_PARITY, main
 from tfexport.cli.options import (
     INPUT,
     PATH,
+    CommaList,
     config_of,
     config_options,
     device_option,
@@ -23,7 +24,7 @@ from tfexport.cli.options import (
     trusted_keys_option,
 )
 from tfexport.cli.terminal import inputs_of, print_result, report_line, write_whole
-from tfexport.errors import printable
+from tfexport.errors import BenchError, printable
 from tfexport.runtime.registry import comparable
 
 _COMPARABLE = [backend.name for backend in comparable()]
@@ -61,7 +62,7 @@ def verify(bundle: Path, samples: int, seed: int, as_json: bool, **options: Any)
 def bench(bundle: Path | None, json_file: Path | None, **options: Any) -> None:
     """Measure the speed, latency and memory of BUNDLE, or of the server at --url.
 
-    The exit code is 2 if the report is INVALID.
+    The exit code is 2 if the report is INVALID. `tfexport bench compare` compares two reports.
     """
     options |= options.pop("loading")
     options["trusted_keys"] = tuple(map(str, options["trusted_keys"] or ()))
@@ -77,6 +78,32 @@ def bench(bundle: Path | None, json_file: Path | None, **options: Any) -> None:
         json_lines.append(json.dumps(result, indent=2, allow_nan=False))
         click.echo("\n".join(map(printable, lines(result))))
     click.get_current_context().exit(0 if result["validity"]["valid"] else EXIT_PARITY)
+
+
+@main.command("bench compare")
+@click.argument("first", type=PATH)
+@click.argument("second", type=PATH)
+@click.option("--fail-if", multiple=True, help="Change to fail on, such as 'output_token_throughput<-5%'; repeatable.")
+@click.option(
+    "--vary",
+    type=CommaList(click.STRING),
+    default=(),
+    show_default=False,
+    help="Fields that may differ, such as backend,threads.",
+)
+def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tuple[str, ...]) -> None:
+    """Compare two reports of `tfexport bench --json`.
+
+    The exit code is 2 if a condition of --fail-if holds. A bundle named compare is measured as ./compare.
+    """
+    from tfexport.bench.compare import Condition, compare, read_result
+
+    conditions = [Condition.parse(text) for text in fail_if]
+    lines, failures = compare(read_result(first), read_result(second), conditions, vary)
+    click.echo("\n".join(map(printable, lines)))
+    if failures:
+        report_line(f"error: {BenchError(*failures, subject='bench compare')}")
+        click.get_current_context().exit(EXIT_PARITY)
 
 
 @main.command()
