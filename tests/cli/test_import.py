@@ -262,6 +262,9 @@ def test_the_former_names_still_work(own: Path, tmp_path: Path) -> None:
     result = run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "reference.safetensors")
     assert "layout notebook-004, proven: " in result.stdout
     assert "--golden" not in run("--help").stdout
+    from tfexport.importing.reference.golden import record
+
+    assert record is tfexport.record_reference
     given = {"golden": own / "reference.safetensors"}
     assert tfexport.import_checkpoint(own / "model.pt", tmp_path / "n", **given).certificate.proven
 

@@ -48,6 +48,7 @@ _BODIES: dict[str, Any] = {
     "/tokenize": {"prompt": TEXTS[0], "model": "m"},
     "/detokenize": {"tokens": [5, 6, 7]},
     "/v1/completions": {"model": "m", "prompt": [TEXTS[0]], "max_tokens": 3, "stream": False, "n": 1, "stop": ["-"]},
+    "/translate": {"q": TEXTS, "source": "x", "target": "y", "format": "text", "alternatives": 1},
 }  # fmt: skip
 _FORMS = ["/v2/models/m/generate", "/v1/audio/transcriptions"]
 _PART = "--x\r\nContent-Disposition: form-data; name="
@@ -56,7 +57,7 @@ _FORM = "".join([*(f"{_PART}{field}\r\n" for field in _FIELDS), "--x--\r\n"]).en
 _PATHS = [
     *_BODIES,
     *_FORMS,
-    *("/", "/v2", "/v2/models/m", "/metrics", "/livez", "/readyz", "/openapi.json", "/v1/models"),
+    *("/", "/v2", "/v2/models/m", "/v2/models/m/stats", "/metrics", "/livez", "/readyz", "/openapi.json", "/v1/models"),
 ]
 _BYTES = st.characters(min_codepoint=0, max_codepoint=255)
 _HEADER_NAMES = (
@@ -128,7 +129,7 @@ class App:
         metrics = Metrics()
         self._engine = Engine(bundle, ServingConfig(slots=8), observer=metrics.observer("m"), threads=1)
         await self._engine.start()
-        return build_app({"m": self._engine}, HttpConfig(completions=True), metrics)
+        return build_app({"m": self._engine}, HttpConfig(completions=True, translate=True), metrics)
 
     async def _ask(self, request: dict[str, Any]) -> tuple[int, bytes]:
         body, parts = request["body"].encode("latin-1"), request["chunks"]

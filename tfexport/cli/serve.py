@@ -20,7 +20,7 @@ from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named
 @config_options(ServingConfig, "slots", "encoder_budget", "max_waiting", "max_waiting_tokens", "max_num_beams")
 @config_options(HttpConfig, "max_timeout_s", "max_body_bytes", max_timeout_s="--timeout", max_body_bytes="--max-body")
 @config_options(HttpConfig, "max_upload_bytes", max_upload_bytes="--max-upload")
-@config_options(HttpConfig, "completions", "ui")
+@config_options(HttpConfig, "completions", "translate", "ui")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),

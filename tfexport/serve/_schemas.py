@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import parse_qsl
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, Field, Json, PrivateAttr, TypeAdapter, ValidationError, create_model
@@ -22,7 +23,8 @@ from tfexport.generation import DecodeConfig
 from tfexport.serve.config import MAX_S
 from tfexport.serve.inference import ARRAYS, FILE, OUTPUTS, InvalidRequestError, Source, Tensor, check_finite, texts
 
-JSON, BYTES, FILES = "application/json", "application/octet-stream", "multipart/form-data"
+JSON, FORM, BYTES = "application/json", "application/x-www-form-urlencoded", "application/octet-stream"
+FILES = "multipart/form-data"
 # If a body has more problems than this, only their number is reported.
 MAX_PROBLEMS = 100
 _BOUNDS = {one: getattr(annotated_types, one.__name__) for one in (config.Ge, config.Gt, config.Le, config.Lt)}
@@ -414,6 +416,28 @@ class Embeddings(Body):
     def sources(self) -> list[str] | list[list[int]]:
         is_one = isinstance(self.input, str) or (self.input and isinstance(self.input[0], int))
         return [self.input] if is_one else self.input  # type: ignore[return-value]
+
+
+class TranslateRequest(Body):
+    """One or more texts, as in the LibreTranslate API."""
+
+    media_types = (JSON, FORM)
+    q: str | list[str]
+    source: str
+    target: str
+    format: Literal["text"] = "text"
+    alternatives: int = Field(default=0, ge=0)
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
+        if media_type != FORM:  # LibreTranslate's client sends forms
+            return super().parse(raw, media_type, json_length)
+        try:
+            pairs = parse_qsl(raw.decode(), True, True, errors="strict", max_num_fields=len(cls.model_fields))
+        except ValueError as error:
+            raise InvalidRequestError(f"the body is not a form: {error}") from error
+        return cls.parse_form(form_of(pairs))
 
 
 class Named(BaseModel):

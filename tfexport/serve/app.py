@@ -13,7 +13,7 @@ from tfexport.serve.engine import Engine
 from tfexport.serve.http import HANDLERS, Route, Service
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.middleware import BodyLimits
-from tfexport.serve.routes import openai, ui, v2
+from tfexport.serve.routes import openai, translate, ui, v2
 
 
 def build_app(
@@ -21,8 +21,8 @@ def build_app(
 ) -> FastAPI:
     """Build the app; any ASGI server runs it, and other apps can mount it.
 
-    The caller starts and drains the engines, given by model name, on the app's event loop. `/metrics` needs `metrics`,
-    which the observers of the engines record.
+    The caller starts and drains the engines, given by model name, on the app's event loop. Metrics and statistics need
+    `metrics`, which the observers of the engines record.
     """
     config = config or HttpConfig()
     if metrics:
@@ -40,8 +40,10 @@ def build_app(
     app.router.route_class = Route
     app.add_middleware(BodyLimits, config=config)
     app.state.service = Service(engines, config, metrics)
-    v2.add_routes(app, has_metrics=metrics is not None and config.metrics)
+    v2.add_routes(app, has_statistics=metrics is not None, has_metrics=metrics is not None and config.metrics)
     openai.add_routes(app, has_completions=config.completions)
+    if config.translate:
+        translate.add_routes(app)
     if config.ui:
         ui.add_routes(app)
     return app

@@ -61,6 +61,7 @@ class HttpConfig(Limits, subject="http"):
     ui: Annotated[bool, Help("Serve a web page at / to try the models.")] = True
     metrics: Annotated[bool, Help("Serve /metrics for Prometheus.")] = True
     completions: Annotated[bool, Help("Serve /v1/completions, as in the OpenAI API.")] = False
+    translate: Annotated[bool, Help("Serve /translate, as in the LibreTranslate API.")] = False
 
 
 class ServerConfig(Config, subject="server"):

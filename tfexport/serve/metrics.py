@@ -91,6 +91,7 @@ class _Counts(Observer):
         self._times = {name: metric.labels(model) for name, metric in metrics.times.items()}
         self._tokens = {side: metric.labels(model) for side, metric in metrics.tokens.items()}
         self._rows = metrics.rows.labels(model)
+        self.failed_s = 0.0  # total time of requests without an answer
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
         self._times["queue"].observe(waited_s)
@@ -112,6 +113,8 @@ class _Counts(Observer):
         self._tokens["target"].inc(num_tokens)
         if outcome == "ok":
             self._times["request"].observe(took_s)
+        else:
+            self.failed_s += took_s
         if per_token_s is not None:
             self._times["time_per_output_token"].observe(per_token_s)
 

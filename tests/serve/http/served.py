@@ -20,7 +20,7 @@ from tfexport.serve.engine import Engine
 from tfexport.serve.metrics import Metrics
 
 # What a server that is asked over the network offers besides the usual.
-OFFERS = HttpConfig(completions=True)
+OFFERS = HttpConfig(completions=True, translate=True)
 
 
 class Asking:

@@ -121,6 +121,9 @@ async def test_every_alignment_is_counted_by_its_outcome(
         assert served.metrics.total("tfexport_requests_total", "dates") == sum(expected.values())
         assert served.metrics.total("tfexport_align_seconds_count", "dates") == MAX_WAITING + 1
         assert served.metrics.total("tfexport_request_seconds_count", "dates") == 1
+        (statistics,) = (await served.client.get("/v2/models/dates/stats")).json()["model_stats"]
+        assert statistics["inference_stats"]["success"]["count"] == MAX_WAITING + 2
+        assert statistics["inference_stats"]["fail"]["count"] == 5
 
 
 async def test_an_alignment_that_takes_too_long_is_504(

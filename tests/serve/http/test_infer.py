@@ -108,6 +108,16 @@ def test_options_may_be_inputs(client: Any, model: Model, texts: list[str]) -> N
     assert [one.decode() for one in result.as_numpy("text_output")[:, 0]] == expected
 
 
+def test_the_client_reads_statistics(client: Any, texts: list[str]) -> None:
+    before = client.get_inference_statistics("dates", "1")["model_stats"][0]
+    client.infer("dates", [texts_input(texts[:3])])
+    after = client.get_inference_statistics()["model_stats"][0]
+    assert after["inference_count"] - before["inference_count"] == 3
+    stats = after["inference_stats"]
+    assert stats["success"]["ns"] > stats["queue"]["ns"] > 0
+    assert after["execution_count"] > before["execution_count"]
+
+
 def test_the_client_receives_the_error_message(client: Any, texts: list[str]) -> None:
     with pytest.raises(triton.InferenceServerException, match=r"\[404\] model 'other' is unknown"):
         client.infer("other", [texts_input(texts[:1])])

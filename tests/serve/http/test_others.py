@@ -1,4 +1,4 @@
-"""The protocol of OpenAI."""
+"""The protocols of OpenAI and LibreTranslate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tfexport.serve.engine import Engine
 from tfexport.serve.metrics import Metrics
 
 
-async def test_completions_are_off_by_default(serve: Serve) -> None:
+async def test_compatible_routes_are_off_by_default(serve: Serve) -> None:
     async with serve(HttpConfig()) as served:
-        assert (await served.client.post("/v1/completions", json={})).status_code == 404
+        for path in ("/v1/completions", "/translate"):
+            assert (await served.client.post(path, json={})).status_code == 404
 
 
 async def test_completions(serve: Serve, model: Model, texts: list[str]) -> None:
@@ -87,14 +88,60 @@ async def test_invalid_completions_are_refused(serve: Serve) -> None:
         assert served.metrics.total("tfexport_requests_total", "dates") == len(WRONG_COMPLETIONS)
 
 
-async def test_with_several_models_the_request_names_one(dates_bundle: Path) -> None:
+async def test_translate(serve: Serve, model: Model, texts: list[str]) -> None:
+    languages = {"source": "en", "target": "de"}
+    best, *others = model.generate(texts[:1], num_beams=3, num_return_sequences=3)
+    async with serve(OFFERS) as served:
+
+        async def ask(**data: Any) -> Any:
+            return (await served.client.post("/translate", json=languages | data)).json()
+
+        assert await ask(q=texts[0]) == {"translatedText": model.generate(texts[:1])[0].text}
+        several = await ask(q=texts[:3], format="text", api_key="")
+        assert several == {"translatedText": [model.generate([text])[0].text for text in texts[:3]]}
+        assert await ask(q=texts[0], alternatives=2) == {
+            "translatedText": best.text,
+            "alternatives": [one.text for one in others],
+        }
+        for data, why in (
+            ({}, "missing key q"),
+            ({"q": []}, "has 0 texts"),
+            ({"q": "a", "format": "html"}, "format is 'html'"),
+            ({"q": "a", "alternatives": -1}, "alternatives is -1"),
+            ({"q": "a", "alternatives": 10**9}, "num_beams is 1000000001"),
+        ):
+            check(await served.client.post("/translate", json=languages | data), 400, why)
+
+
+async def test_translate_takes_forms(serve: Serve, model: Model, texts: list[str]) -> None:
+    best, other = model.generate(texts[:1], num_beams=2, num_return_sequences=2)
+    async with serve(OFFERS) as served:
+        form = {"q": texts[0], "source": "en", "target": "de", "alternatives": "1"}
+        answer = await served.client.post("/translate", data=form)
+        assert answer.json() == {"translatedText": best.text, "alternatives": [other.text]}
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        for body, why in (
+            (b"q=a&q=b&source=en&target=de", "given twice"),
+            (b"q=%ff&source=en&target=de", "not a form"),
+            (b"q=\xff&source=en&target=de", "not a form"),
+            (b"&".join([b"q=a"] * 100_000), "not a form"),
+            (b"q=a", "missing key source; missing key target"),
+            (b"", "missing key q"),
+            (b"q=a&source=en&target=de&alternatives=many", "alternatives is 'many'"),
+            (b"q=&source=en&target=de", "empty"),
+        ):
+            check(await served.client.post("/translate", content=body, headers=headers), 400, why)
+
+
+async def test_with_several_models_languages_choose_one(dates_bundle: Path) -> None:
     engine = Engine(dates_bundle, threads=1)
     app = build_app({"en-de": engine, "de-en": engine}, OFFERS, Metrics())
     transport = httpx.ASGITransport(app)
     async with engine, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        data = {"q": "3 May 1999", "source": "de", "target": "en"}
+        assert (await client.post("/translate", json=data)).status_code == 200
+        check(await client.post("/translate", json=data | {"target": "fr"}), 400, "model 'de-fr' does not exist")
         check(await client.post("/tokenize", json={"prompt": "a"}), 404, "model None is unknown")
         assert (await client.get("/v2")).json()["models"] == ["en-de", "de-en"]
         answer = await client.post("/v1/completions", json={"prompt": "a"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
-        answer = await client.post("/v1/completions", json={"prompt": "3 May 1999", "model": "de-en"})
-        assert (answer.status_code, answer.json()["model"]) == (200, "de-en")

@@ -200,6 +200,7 @@ async def test_texts_and_files_are_for_their_models(bundle: Path, dates_bundle: 
     asked = (
         ("/v1/completions", {"prompt": str(path)}),
         ("/v1/completions", {"prompt": str(path), "stream": True}),
+        ("/translate", {"q": str(path), "source": "en", "target": "de"}),
         ("/v2/models/dates/generate", {"text_input": str(path)}),
         ("/v2/models/dates/generate_stream", {"text_input": str(path)}),
         ("/tokenize", {"prompt": str(path)}),

@@ -22,6 +22,7 @@ from tfexport.serve import _schemas as schemas
 from tfexport.serve import http, inference
 from tfexport.serve.http import VERSION, EventStream, RequestError, answers_of, event, service_of, unavailable
 from tfexport.serve.inference import OUTPUTS, Submitted, Tensor, arguments, submit, submit_all
+from tfexport.serve.metrics import Metrics
 from tfexport.text.tokenizer import Tokenizer
 
 
@@ -42,7 +43,7 @@ async def ready(request: Request) -> Response:
 
 async def server(request: Request) -> Response:
     """Return the server's name, version, extensions and models."""
-    extensions, models = ["binary_tensor_data", "generate"], list(service_of(request).engines)
+    extensions, models = ["binary_tensor_data", "generate", "statistics"], list(service_of(request).engines)
     about = {"name": "tfexport", "version": version("tfexport"), "extensions": extensions, "models": models}
     return JSONResponse(about)
 
@@ -228,18 +229,60 @@ def _model_of(request: Request, name: str | None) -> tuple[Model, Tokenizer]:
 
 async def metrics(request: Request) -> Response:
     """Return all metrics in the Prometheus text format."""
-    metrics = service_of(request).metrics
-    assert metrics, "this route exists only with metrics"
-    body, kind = metrics.expose(request.headers.get("accept", ""))
+    body, kind = _metrics(request).expose(request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": kind})
 
 
-def add_routes(app: FastAPI, *, has_metrics: bool) -> None:
+async def statistics(request: Request, name: str) -> Response:
+    """Return a model's statistics, as in Triton."""
+    return JSONResponse({"model_stats": [_statistics(_metrics(request), name)]})
+
+
+async def all_statistics(request: Request) -> Response:
+    """Return the statistics of all models, as in Triton."""
+    models = [_statistics(_metrics(request), name) for name in service_of(request).engines]
+    return JSONResponse({"model_stats": models})
+
+
+def _metrics(request: Request) -> Metrics:
+    metrics = service_of(request).metrics
+    assert metrics, "these routes exist only with metrics"
+    return metrics
+
+
+def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
+    def count(metric: str) -> int:
+        return int(metrics.total(f"tfexport_{metric}", name))
+
+    def timed(*names: str) -> dict[str, int]:
+        seconds = sum(metrics.total(f"tfexport_{metric}_seconds_sum", name) for metric in names)
+        return {"count": sum(count(f"{metric}_seconds_count") for metric in names), "ns": int(seconds * 1e9)}
+
+    success, failed_s = timed("request", "align"), metrics.observer(name).failed_s
+    failed = {"count": count("requests_total") - success["count"], "ns": int(failed_s * 1e9)}
+    return {
+        "name": name,
+        "version": VERSION,
+        "inference_count": success["count"],
+        "execution_count": count("decode_step_seconds_count"),
+        "inference_stats": {
+            "success": success,
+            "fail": failed,
+            "queue": timed("queue"),
+            "compute_infer": timed("encode", "decode_step"),
+        },
+        "batch_stats": [],
+    }
+
+
+def add_routes(app: FastAPI, *, has_statistics: bool, has_metrics: bool) -> None:
     """Add the endpoints; fixed paths come before paths with parameters."""
     for path in ("/v2/health/live", "/livez"):
         app.add_api_route(path, live)
     for path in ("/v2/health/ready", "/readyz", "/health"):
         app.add_api_route(path, ready)
+    if has_statistics:
+        app.add_api_route("/v2/models/stats", all_statistics)
     if has_metrics:
         app.add_api_route("/metrics", metrics)
     app.add_api_route("/v2", server)
@@ -254,6 +297,8 @@ def add_routes(app: FastAPI, *, has_metrics: bool) -> None:
     for prefix, is_shown in (("/v2/models/{name}", True), ("/v2/models/{name}/versions/{version}", False)):
         app.add_api_route(prefix, model, include_in_schema=is_shown)
         app.add_api_route(f"{prefix}/ready", model_ready, include_in_schema=is_shown)
+        if has_statistics:
+            app.add_api_route(f"{prefix}/stats", statistics, include_in_schema=is_shown)
         for endpoint, answer in posts.items():
             path = f"{prefix}/{endpoint.__name__}"
             options: dict[str, Any] = {"response_model": answer, "include_in_schema": is_shown}
