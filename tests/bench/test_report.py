@@ -1,13 +1,15 @@
-"""Reports: JSON, table and comparison."""
+"""Reports: JSON, table, page and comparison."""
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,7 +17,7 @@ from tests.bench.test_measuring import samples
 from tfexport.bench._report import build_result
 from tfexport.bench.compare import Condition, compare, read_result
 from tfexport.bench.config import BenchConfig
-from tfexport.bench.show import lines
+from tfexport.bench.show import lines, render
 from tfexport.errors import BenchError, ConfigError
 
 # What the server scenario has besides.
@@ -69,6 +71,7 @@ def check_schema(found: dict[str, Any]) -> None:
         "windows": [[float]],
         "unserved": int,
         "time_split": dict.fromkeys(("encode", "step", "reorder", "rest"), float),
+        "latency_histogram": {"edges_ms": [float], "counts": [int]},
     }
     schema = {
         "schema": str,
@@ -113,7 +116,7 @@ def report(
         "environment": {
             "date": "2026-01-02T03:04:05+00:00",
             "system": "Linux 6 x86_64",
-            "cpu": "A fast one",
+            "cpu": "A <fast> one",
             "cores": 4,
             "threads": 2,
             "python": "3.11.7",
@@ -201,6 +204,29 @@ def test_the_table_shows_the_numbers() -> None:
         "p99 needs 1,000 samples",
     ):
         assert part in text
+
+
+# ---- the page
+
+
+@pytest.mark.parametrize("name", ["server", "single", "sweep"])
+def test_the_page_is_well_formed_and_self_contained(name: str) -> None:
+    page = render(REPORTS[name]())
+    head, _, rest = page.partition("\n")
+    assert head == "<!doctype html>"
+    root = ElementTree.fromstring(rest)
+    assert [len(list(root.iter(tag))) for tag in ("script", "link", "a")] == [0, 0, 0]
+    (image,) = root.iter("img")
+    kind, _, data = str(image.get("src")).partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+    assert "\n".join(lines(REPORTS[name]())) == root.findtext("body/pre")
+
+
+def test_the_page_escapes_values() -> None:
+    page = render(report(name='x<b>&"'))
+    assert "x&lt;b&gt;&amp;" in page
+    assert "A &lt;fast&gt; one" in page
 
 
 # ---- comparing

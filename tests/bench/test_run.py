@@ -28,13 +28,14 @@ from tfexport.errors import BenchError
 
 @pytest.fixture(scope="session")
 def measured(once: Callable[[str, Callable[[Path], object]], Path], dates_bundle: Path) -> Path:
-    """Measure models/dates for real: report.json and the table in `said`."""
+    """Measure models/dates for real: report.json, page.html and the table in `said`."""
 
     def make(path: Path) -> None:
         path.mkdir()
+        files = ("--json", path / "report.json", "--html", path / "page.html")
         sizes = "--scenario sweep --batch-size 1,3 --source-length 5 --target-length 4 --threads 2 --num-beams 2"
         effort = "--processes 2 --duration 0.1 --no-verify"
-        result = run("bench", dates_bundle, *sizes.split(), *effort.split(), "--json", path / "report.json")
+        result = run("bench", dates_bundle, *sizes.split(), *effort.split(), *files)
         assert result.exit_code == 2, result.output
         (path / "said").write_text(result.stdout)
 
@@ -66,7 +67,7 @@ def with_parity(source: Path, target: Path, passed: bool | None) -> Path:
 # ---- measured for real
 
 
-def test_a_real_run_writes_a_report(measured: Path, dates_bundle: Path) -> None:
+def test_a_real_run_writes_report_and_page(measured: Path, dates_bundle: Path) -> None:
     found = json.loads((measured / "report.json").read_text())
     reports.check_schema(found)
     assert found["bundle"] == {"name": "dates", "sha256": open_bundle(dates_bundle).sha256, "precision": "fp32"}
@@ -85,6 +86,7 @@ def test_a_real_run_writes_a_report(measured: Path, dates_bundle: Path) -> None:
         assert cell["time_split"]["reorder"] > 0
     assert found["metrics"]["load_to_first_token"]["value"] > found["metrics"]["load_time"]["value"] > 0
     assert 2e7 < 1e6 * found["metrics"]["peak_memory"]["value"] < 1e9
+    assert (measured / "page.html").read_text().startswith("<!doctype html>")
     assert (measured / "said").read_text().startswith("dates · fp32 · ort · sweep · batch 1, 3 · source 5 · target 4")
 
 
@@ -190,6 +192,7 @@ def test_a_bundle_may_be_called_compare(
         (["--scenario", "sweep", "--batch-size", "1,99999999999999999999"], "whole numbers of 64 bits"),
         (["--target-length", "17"], "the limit of the bundle is 16"),
         (["--json", "missing/a.json"], "cannot be written"),
+        (["--json", "same", "--html", "./same"], "same file"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(
@@ -220,7 +223,8 @@ def test_a_failed_measurement_leaves_the_old_report(
 
     monkeypatch.setattr("tfexport.bench.run.run_process", die)
     (tmp_path / "a.json").write_text("old")
-    refuses(run("bench", dates_bundle, "--no-verify", "--json", tmp_path / "a.json"), "process 1 died")
+    files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    refuses(run("bench", dates_bundle, "--no-verify", *files), "process 1 died")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "old"}
 
 

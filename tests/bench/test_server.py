@@ -71,8 +71,8 @@ def test_beams_are_served_too(dates_bundle: Path, tmp_path: Path) -> None:
 
 
 def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> None:
-    sizes = ("--rate", 40, "--input", texts, "--goal-ms", 60_000)
-    result = run("bench", "--url", url, *QUICK, *sizes, "--json", tmp_path / "a.json")
+    files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    result = run("bench", "--url", url, *QUICK, "--rate", 40, "--input", texts, "--goal-ms", 60_000, *files)
     assert result.exit_code == 2, result.output
     found = json.loads((tmp_path / "a.json").read_text())
     metrics = found["metrics"]
@@ -84,6 +84,7 @@ def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> 
     assert metrics["load_time"]["value"] is None
     assert found["validity"]["reasons"][0] == "parity was not checked (pass the served BUNDLE)"
     assert f"dates · {url} · http · server at 40 requests/s · 3 texts" in " ".join(result.stdout.split())
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize("source", ["texts", "ids"])

@@ -17,6 +17,7 @@ Metric = dict[str, Any]
 PERCENTILES = (50, 90, 95, 99)
 P99_SAMPLES = 1000  # with fewer samples, the 99th percentile depends on only a few of them
 STABLE_WITHIN, STABLE_WINDOWS = 0.10, 3
+_BINS = 40
 _UNSEEN = "not measured with --url"
 
 
@@ -61,6 +62,7 @@ def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str,
         "windows": [run.windows for run in runs],
         "unserved": sum(run.unserved for run in runs),
         "time_split": time_split(runs),
+        "latency_histogram": histogram([run.latency_s for run in runs]),
     }
 
 
@@ -167,3 +169,15 @@ def time_split(runs: Sequence[Samples]) -> dict[str, float]:
         "reorder": sum(run.reordering_s for run in runs) / busy,
     }
     return {**shares, "rest": 1 - sum(shares.values())}
+
+
+def histogram(samples: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """Count latencies in equal bins; the last one has no upper bound."""
+    pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
+    if not pooled.size:
+        return {"edges_ms": [], "counts": []}
+    low = float(pooled.min())
+    high = max(float(np.percentile(pooled, 99.5)), 1.01 * low + 1e-6)  # equal latencies still need a width
+    bins = min(_BINS, max(5, pooled.size // 5))
+    counts, edges = np.histogram(np.minimum(pooled, high), bins=bins, range=(low, high))
+    return {"edges_ms": edges.tolist(), "counts": counts.tolist()}

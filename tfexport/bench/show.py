@@ -1,7 +1,9 @@
-"""Format a report as lines of the terminal."""
+"""Format a report as terminal lines, or as an HTML page (extra `bench`)."""
 
 from __future__ import annotations
 
+import base64
+import io
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +22,28 @@ _TIMES = {
     "step_time": "decoder step",
 }
 _SPLIT = {"encode": "encoder", "step": "decoder steps", "reorder": "moving rows", "rest": "rest"}
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<title>{{ headline }}</title>
+<style>
+body { margin: 0 auto; padding: 1em; max-width: 1200px; font: 14px/1.4 system-ui, sans-serif; }
+pre { padding: 1em; background: #f6f7f9; overflow-x: auto; }
+img { width: 100%; }
+.invalid { color: #b42318; font-weight: 600; }
+</style>
+</head>
+<body>
+<h1>{{ result.bundle.name }}</h1>
+<p{% if not result.validity.valid %} class="invalid"{% endif %}>{{ verdict }}</p>
+<pre>{{ table }}</pre>
+<img alt="Latencies, and stability or throughput" src="{{ plots }}"/>
+<p>Measured {{ result.environment.date }}; bundle sha256 {{ result.bundle.sha256 or "unknown" }}.</p>
+</body>
+</html>
+"""
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -161,3 +185,53 @@ def _rate(metric: dict[str, Any]) -> str:
 def _wrapped(text: str, label: str = "") -> list[str]:
     start = label.ljust(_LABEL) if label else ""
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+
+
+def check_page() -> None:
+    """Import the libraries of the page, so that a missing extra fails early."""
+    import jinja2  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+
+
+def render(result: dict[str, Any]) -> str:
+    """Return a report as an HTML page without external files or scripts."""
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
+    texts = {"headline": headline(result), "verdict": verdict(result), "table": "\n".join(lines(result))}
+    return template.render(result=result, plots=_plots(result), **texts)
+
+
+def _plots(result: dict[str, Any]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    best = result["cells"][result["best_cell"]]
+    bars, latency = best["latency_histogram"], best["metrics"]["request_latency"]
+    left.set(title=f"Latency of {latency['count']:,} requests", xlabel="milliseconds, end to end", ylabel="count")
+    if bars["counts"]:
+        left.stairs(bars["counts"], bars["edges_ms"], fill=True)
+    for name in _NUMBERS:
+        if latency[name] is not None:
+            left.axvline(latency[name], color="black", linestyle=":")
+            left.annotate(name, (latency[name], 0.95), xycoords=("data", "axes fraction"), rotation=90, va="top")
+    if result["scenario"] == "sweep":
+        right.set(title="Throughput by batch size", xlabel="batch size", ylabel="output tokens a second")
+        speeds: dict[str, dict[int, float]] = {}
+        for cell in result["cells"]:
+            label = f"source {cell['source_length'] or 'texts'}, target {cell['target_length'] or 'all'}"
+            speed = cell["metrics"]["output_token_throughput"]["value"]
+            speeds.setdefault(label, {})[cell["batch_size"]] = speed
+        for label, by_size in speeds.items():
+            right.plot(sorted(by_size), [by_size[size] for size in sorted(by_size)], marker="o", label=label)
+    else:
+        unit = "median latency, s" if result["scenario"] == "server" else "tokens a second"
+        right.set(title="Stability", xlabel="window", ylabel=unit)
+        for process, windows in enumerate(best["windows"], 1):
+            right.plot(range(1, len(windows) + 1), windows, marker="o", label=f"process {process}")
+    right.set_ylim(bottom=0)
+    right.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(image.getvalue()).decode()}"

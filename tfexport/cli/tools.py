@@ -59,7 +59,8 @@ def verify(bundle: Path, samples: int, seed: int, as_json: bool, **options: Any)
 @click.option("--verify/--no-verify", default=True, help="Refuse a bundle whose outputs differ from PyTorch.")
 @click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY to verify with.")
 @click.option("--json", "json_file", type=PATH, help="File to write the whole report to.")
-def bench(bundle: Path | None, json_file: Path | None, **options: Any) -> None:
+@click.option("--html", "html_file", type=PATH, help="HTML page with plots to write.")
+def bench(bundle: Path | None, json_file: Path | None, html_file: Path | None, **options: Any) -> None:
     """Measure the speed, latency and memory of BUNDLE, or of the server at --url.
 
     The exit code is 2 if the report is INVALID. `tfexport bench compare` compares two reports.
@@ -67,15 +68,23 @@ def bench(bundle: Path | None, json_file: Path | None, **options: Any) -> None:
     options |= options.pop("loading")
     options["trusted_keys"] = tuple(map(str, options["trusted_keys"] or ()))
     settings, source = config_of(BenchConfig, options), options["source"]
+    if json_file and html_file and json_file.resolve() == html_file.resolve():
+        raise click.UsageError("--json and --html are the same file; give two files.")
     texts = None if source is None else inputs_of((), source)
     from tfexport.bench.run import bench_bundle
-    from tfexport.bench.show import lines
+    from tfexport.bench.show import check_page, lines, render
+
+    if html_file:
+        check_page()
 
     with ExitStack() as stack:
         json_lines = stack.enter_context(write_whole(json_file)) if json_file else []
+        html_lines = stack.enter_context(write_whole(html_file)) if html_file else []
         verification = {name: options[name] for name in ("verify", "against")}
         result = bench_bundle(bundle, settings, texts=texts, report=report_line, **verification)
         json_lines.append(json.dumps(result, indent=2, allow_nan=False))
+        if html_file:
+            html_lines.append(render(result).rstrip())
         click.echo("\n".join(map(printable, lines(result))))
     click.get_current_context().exit(0 if result["validity"]["valid"] else EXIT_PARITY)
 
