@@ -84,6 +84,7 @@ SPECIAL = {
     "time64": (LONE.cast(pyarrow.time64("ns")), "00:00:00.000000000"),
     "list": (pyarrow.array([["a"]]).cast(pyarrow.list_(pyarrow.large_string())), ["a"]),
     "unknown zone": (LONE.cast(pyarrow.timestamp("us", "Nowhere/Land")), None),
+    "beyond year 9999": (pyarrow.array([[2**50]], pyarrow.list_(pyarrow.timestamp("ms"))), None),
     "not UTF-8": (NOT_UTF8, None),
     "bytes": (pyarrow.array([b"\xff"]), None),
     "nested bytes": (pyarrow.array([[b"\xff"]]), None),

@@ -94,6 +94,20 @@ def test_a_signal_during_an_export(number: int, is_there: bool, code: int, messa
     assert [path.name for path in copy.parent.iterdir()] == ["bundle"]
 
 
+def test_ctrl_c_while_modules_are_imported() -> None:
+    code = "from tfexport._start import main; main()"
+    command = [sys.executable, "-X", "importtime", "-c", code, "doctor"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stderr
+        for line in process.stderr:
+            if line.endswith(" click.core\n"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate()
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in stderr
+
+
 # ---- names and places
 
 

@@ -36,6 +36,7 @@ _BATCH_ROWS, _BATCH_BYTES = 1024, 8 * 2**20
 _GROUP_ROWS, _GROUP_BYTES = 128 * 1024, 64 * 2**20  # of a Parquet output
 _MAX_MOVED = 5 * 2**30  # S3 moves an object by copying it; one request copies at most this size
 _BUFFER = 1 << 20
+_OUT_OF_RANGE = "<value out of range: "  # what Arrow makes of such a time
 DRAFT, _BOM = ".tmp-", b"\xef\xbb\xbf"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv -t utf-8"
@@ -336,7 +337,11 @@ def output_rows(batch: Batch, suffix: Format, schema: pyarrow.Schema) -> pyarrow
         return pyarrow.RecordBatch.from_struct_array(rows)
     if isinstance(batch, pyarrow.RecordBatch):
         plain = pyarrow.schema([(field.name, _plain(field.type, field.name)) for field in batch.schema])
-        batch = [Row(values, 0) for values in pyarrow.Table.from_batches([batch]).cast(plain).to_pylist()]
+        table = pyarrow.Table.from_batches([batch]).cast(plain)
+        for before, after in zip(batch.schema, plain, strict=True):
+            if before.type != after.type and _OUT_OF_RANGE in str(table[after.name].to_pylist()):
+                raise ValueError(f"column {after.name} has a time outside of the years 1 to 9999")
+        batch = [Row(values, 0) for values in table.to_pylist()]
     if suffix == ".jsonl":
         columns = [[row.json or _object_text(row.values) for row in batch]]
     else:
