@@ -21,6 +21,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from tests.command import refuses
 from tests.conftest import ROOT
 from tests.serve.running import COMMAND, PATIENCE_S, Running, eventually, running
 from tests.test_docs import same
@@ -189,6 +190,32 @@ def test_connections_above_the_limit_are_refused(dates_bundle: Path, tmp_path: P
             with connected(server) as one:
                 assert asked_live(one).startswith(b"HTTP/1.1 503")
         eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
+
+
+FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_idle_connections_do_not_use_up_the_files_of_the_process(dates_bundle: Path, tmp_path: Path) -> None:
+    with running(tmp_path, dates_bundle, "--threads", 1, "--max-connections", 16, before=FEW_FILES) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(connected(server))
+            eventually(lambda: is_full(server))
+        eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
+        assert "out of system resource" not in server.log.read_text()
+
+
+def is_full(server: Running) -> bool:
+    with connected(server) as one:
+        return asked_live(one).startswith(b"HTTP/1.1 503")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_more_connections_than_the_process_may_open(dates_bundle: Path) -> None:
+    code = f"{FEW_FILES}\n{COMMAND}"
+    command = [sys.executable, "-c", code, "serve", dates_bundle, "--max-connections", "100", "--port", "0"]
+    refuses(subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S), "--max-connections 100")
 
 
 def asked_live(connection: socket.socket) -> bytes:

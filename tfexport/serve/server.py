@@ -22,6 +22,7 @@ import uvicorn
 
 from tfexport.errors import ConfigError, TfexportError, printable
 from tfexport.runtime.cpu import available_cores
+from tfexport.serve._connections import limited, reserve_files
 from tfexport.serve.app import build_app
 from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig
 from tfexport.serve.engine import Engine
@@ -64,14 +65,14 @@ class Server:
         self._tokens = BearerTokens(app, config.token_file) if config.token_file else None
         settings = uvicorn.Config(
             self._tokens or app,
-            http="httptools",
+            http=limited(config.max_connections),
+            backlog=reserve_files(config.max_connections),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=access_log,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=config.max_connections + 1,  # uvicorn refuses connections at the limit, not above it
             timeout_keep_alive=75,
             timeout_graceful_shutdown=GRACE_S,
             ssl_certfile=config.tls_cert,
