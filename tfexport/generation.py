@@ -1,6 +1,7 @@
 """Decoding options, and the default options of a model."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -15,6 +16,8 @@ Task = Literal["transcribe", "translate"]
 # In the order in which they apply.
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BEAM_OPTIONS = ("length_penalty", "early_stopping")
+# Types whose values are equal only if they mean the same.
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 class DecodeConfig(Config, subject="decoding"):
@@ -169,7 +172,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from the library's defaults, as JSON values."""
-        return {name: value for name, value in self.to_dict().items() if value != getattr(DecodeConfig, name)}
+        return {name: value for name, value in vars(self).items() if value != getattr(DecodeConfig, name)}
 
     def within(self, max_target_length: int) -> Self:
         """Return the defaults for a model with this limit of target tokens."""
@@ -182,6 +185,11 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
         A default that does not fit the options is dropped: sampling or beam options without sampling or beams, or a
         limit if another one is given.
         """
+        if _PLAIN.issuperset(map(type, options.values())):
+            return _overridden(self, **options)
+        return self._overridden(options)
+
+    def _overridden(self, options: Mapping[str, Any]) -> DecodeConfig:
         defaults = self._effective(options)
         try:
             return DecodeConfig.from_dict({**defaults, **options}, subject="decoding")
@@ -212,6 +220,11 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
 
     def _problems(self) -> list[str]:
         return _decoding_problems(self._effective({}))
+
+
+@functools.lru_cache(256, typed=True)  # of most calls, which take options that an earlier call had
+def _overridden(defaults: GenerationDefaults, /, **options: Any) -> DecodeConfig:
+    return defaults._overridden(options)
 
 
 def _decoding_problems(options: Mapping[str, Any]) -> list[str]:

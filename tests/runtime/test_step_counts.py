@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
 from tfexport.nn.presets import build_preset
 from tfexport.runtime.cpu import step_weight_bytes
-from tfexport.runtime.ort import _contrib as contrib
+from tfexport.runtime.ort._binding import Binding
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import OrtDevice
 from tfexport.runtime.session import Candidates, Ids
@@ -104,19 +105,61 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(ContribBatch, "_bind")
+    count(Binding, "__init__")
+    count(Binding, "run")
     count(ContribBatch, "_encode")
-    count(contrib, "run")
+    for name in ("bind_cpu_input", "bind_ortvalue_input", "bind_ortvalue_output", "bind_output"):
+        count(ort.IOBinding, name)
     return counts
 
 
 def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], calls: Counter[str]) -> None:
     """Greedy search runs the encoder once and the decoder once for each token, and binds equal shapes once."""
     model.generate_ids(sources, **LENGTH)
-    assert calls == {"_encode": 1, "run": NEW_TOKENS, "_bind": 1}
+    assert (calls["_encode"], calls["run"], calls["__init__"]) == (1, NEW_TOKENS, 1)
     calls.clear()
     model.generate_ids(sources, num_beams=BEAMS, **LENGTH)
-    assert calls == {"_encode": 1, "run": NEW_TOKENS, "_bind": 2}  # one row per source in the first step
+    # One row per source in the first step.
+    assert (calls["_encode"], calls["run"], calls["__init__"]) == (1, NEW_TOKENS, 2)
+
+
+@pytest.mark.parametrize(("num_beams", "shapes"), [(1, 1), (BEAMS, 2)])
+def test_bindings_of_an_equal_call(
+    num_beams: int, shapes: int, model: Model, sources: list[list[int]], calls: Counter[str]
+) -> None:
+    """A later call binds only its sources, and releases them at its end."""
+    options = {"num_beams": num_beams, **LENGTH}
+    model.generate_ids(sources, **options)
+    calls.clear()
+    model.generate_ids(sources, **options)
+    names = 1 + len(model.spec.cross.names("cross"))
+    assert calls == {"_encode": 1, "run": NEW_TOKENS, "bind_cpu_input": 2 * names * shapes}
+
+
+@pytest.mark.parametrize(
+    ("count", "num_beams", "most", "most_of_a_step"),
+    [(1, 1, 600, 20), (1, BEAMS, 750, 160), (BATCH, 1, 900, 20), (BATCH, BEAMS, 1600, 320)],
+)
+def test_function_calls_of_a_call(
+    count: int, num_beams: int, most: int, most_of_a_step: int, model: Model, sources: list[list[int]]
+) -> None:
+    """Count functions of Python and C that a call runs: what the computer spends on it besides the model."""
+
+    def functions(num_tokens: int) -> int:
+        options = {"num_beams": num_beams, "max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+        for _ in range(2):
+            model.generate_ids(sources[:count], **options)
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, value: events.append(event))
+        try:
+            model.generate_ids(sources[:count], **options)
+        finally:
+            sys.setprofile(None)
+        return events.count("call") + events.count("c_call")
+
+    one, several = functions(1), functions(9)
+    assert one <= most
+    assert (several - one) / 8 <= most_of_a_step
 
 
 def test_runs_and_bindings_if_sources_join(model: Model, sources: list[list[int]], calls: Counter[str]) -> None:
@@ -128,7 +171,7 @@ def test_runs_and_bindings_if_sources_join(model: Model, sources: list[list[int]
     while loop.is_busy:
         loop.step()
     assert calls["_encode"] <= BATCH - 3
-    assert calls["_bind"] <= 4, "one for each number of rows"
+    assert calls["__init__"] <= 4, "one for each number of rows"
 
 
 @pytest.mark.parametrize("num_beams", [1, BEAMS])

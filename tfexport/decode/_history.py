@@ -28,13 +28,14 @@ class History:
         return self._tokens[:, : self.longest]
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
-        new = [list(prompt) for prompt in prompts]
-        self._reserve(max(map(len, new)))
+        new = list(prompts)
+        lengths = [len(prompt) for prompt in new]
+        longest = max(lengths)
+        self._reserve(longest)
         block = np.full((len(new), self._tokens.shape[1]), self._fill, np.int64)
-        for row, prompt in zip(block, new, strict=True):
-            row[: len(prompt)] = prompt
+        block[:, :longest] = [[*prompt, *[self._fill] * (longest - len(prompt))] for prompt in new]
         self._tokens = np.concatenate((self._tokens, block))
-        self.lengths = np.concatenate((self.lengths, [len(prompt) for prompt in new]))
+        self.lengths = np.concatenate((self.lengths, lengths))
         self.newest = np.concatenate((self.newest, [prompt[-1] for prompt in new]))
         self._measure()
 

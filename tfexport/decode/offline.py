@@ -21,7 +21,7 @@ from tfexport.decode.stops import Stops
 from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids, Session
-from tfexport.runtime.sources import Source, listed_sources, pad_sources, random_source
+from tfexport.runtime.sources import Source, pad_sources, random_source
 
 # A greedy step on a GPU is run once, captured for each of two buffers, and replayed.
 WARM_UP_STEPS = 4
@@ -49,10 +49,10 @@ def decode(
     - `places`: places of the sources for the seeds of samples; None for 0, 1, ….
     """
     check_call("decode", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
-    sources = listed_sources(session.spec.source, "decode", sources)
     requests = check_requests(session, sources, config, prefixes, text_of, num_fixed)
     if places is not None:
         requests = [dataclasses.replace(one, place=place) for one, place in zip(requests, places, strict=True)]
+    results: list[dict[int, list[Hypothesis]]] = [{} for _ in requests]
     samples = config.num_return_sequences if config.do_sample or config.return_alternatives else 1
     loop = Loop(session, batch_size * samples)
     requests = with_languages(session, requests, batch_size, cancel)
@@ -64,7 +64,6 @@ def decode(
     # Longest first: texts of about equal length are decoded together, and the shortest ones last.
     requests.sort(key=lambda request: -request.source_length)
     loop.submit(requests)
-    results: list[dict[int, list[Hypothesis]]] = [{} for _ in sources]
     for updates in run_loop(loop, cancel):
         finished = 0
         for update in updates:

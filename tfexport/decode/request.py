@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from tfexport.contract import ModelSpec, SpeechTokens
 from tfexport.errors import InputError, nth, raise_all, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
-from tfexport.runtime.sources import Source, id_problems, is_id, listed_sources, read_source
+from tfexport.runtime.sources import Source, id_problems, is_id, listed_sources, read_sources
 
 
 class Status(Enum):
@@ -88,30 +89,62 @@ def check_requests(
     if not spec.has_decoder:
         raise InputError("decode: this model has no decoder and cannot generate; use embed or classify")
     sources = listed_sources(spec.source, "decode", sources)
-    prefixes = listed("decode", "prefixes", [()] * len(sources) if prefixes is None else prefixes, ID_LISTS)
-    if len(prefixes) != len(sources):
-        raise InputError(f"decode: got {len(prefixes)} prefixes for {len(sources)} texts; give one each, [] for none")
+    if prefixes is not None:
+        prefixes = listed("decode", "prefixes", prefixes, ID_LISTS)
+        if len(prefixes) != len(sources):
+            each = "give one each, [] for none"
+            raise InputError(f"decode: got {len(prefixes)} prefixes for {len(sources)} texts; {each}")
     if config.strings and text_of is None:
         raise InputError("decode: stop_strings need a tokenizer, but this bundle has none; use eos_token_id")
     num_read = num_fixed if config.prefix_bias_beta else None  # the others are only biased towards
-    num_speech = num_speech_tokens(spec, config)
-    # A problem of every text is reported once.
-    no_room = _room_problems(spec, limits, num_speech, config)
-    problems, indices, requests = [*_option_problems(spec, limits, config), *no_room], [], []
-    for text, values in enumerate(zip(sources, prefixes, strict=True)):
-        source, length, found = _read(spec, limits, values[0])
-        (prefix,), wrong = _lists(prefix=values[1])
-        found += wrong
-        if not wrong:
-            found += id_problems("prefix", prefix, spec.vocab)
-            if not no_room:
-                found += _room_problems(spec, limits, num_speech + len(prefix[:num_read]), config)
-        problems += _named("text", text, len(sources), found)
-        indices += [text] * len(found)
+    options = _checked_options(spec, limits, config)
+    problems, indices, requests = [*options.problems, *options.no_room], [], []
+    used = text_of if config.strings else None
+    for text, (source, length, of_source) in enumerate(_read(spec, limits, sources)):
+        found, begin = [*of_source], options.begin
+        if prefixes is not None:
+            (prefix,), wrong = _lists(prefix=prefixes[text])
+            found += wrong or _prefix_problems(spec, limits, config, options, prefix, num_read)
+            if prefix and not found:
+                begin = _begin(spec, config, prefix, num_read)
+        if found:
+            problems += _named("text", text, len(sources), found)
+            indices += [text] * len(found)
         if not problems:
-            requests.append(_request(spec, source, length, prefix, config, num_read, text, len(sources), text_of))
+            requests.append(Request(text, source, length, config=config, text_of=used, num_texts=len(sources), **begin))
     raise_all(InputError, "decode", problems, indices=indices)
     return requests
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the options of a call mean for every text."""
+
+    problems: list[str]  # reported once
+    no_room: list[str]  # for a text without a prefix
+    num_speech: int
+    begin: dict[str, Any]  # fields of a request without a prefix
+
+
+@functools.lru_cache(64)
+def _checked_options(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> _Options:
+    num_speech = num_speech_tokens(spec, config)
+    no_room = _room_problems(spec, limits, num_speech, config)
+    return _Options(_option_problems(spec, limits, config), no_room, num_speech, _begin(spec, config, [], None))
+
+
+def _prefix_problems(
+    spec: ModelSpec,
+    limits: Limits,
+    config: DecodeConfig,
+    options: _Options,
+    prefix: Sequence[int],
+    num_read: int | None,
+) -> list[str]:
+    problems = id_problems("prefix", prefix, spec.vocab)
+    if prefix and not options.no_room:
+        problems += _room_problems(spec, limits, options.num_speech + len(prefix[:num_read]), config)
+    return problems
 
 
 def num_speech_tokens(spec: ModelSpec, config: DecodeConfig) -> int:
@@ -150,8 +183,7 @@ def check_sources(spec: ModelSpec, limits: Limits, subject: str, sources: Iterab
     """Check sources without a target, as `check_requests`."""
     problems, indices, found = list[str](), list[int](), list[Source]()
     values = listed_sources(spec.source, subject, sources)
-    for index, value in enumerate(values):
-        source, _, wrong = _read(spec, limits, value)
+    for index, (source, _, wrong) in enumerate(_read(spec, limits, values)):
         problems += _named("text", index, len(values), wrong)
         indices += [index] * len(wrong)
         found.append(source)
@@ -184,10 +216,10 @@ def check_pairs(
             raise InputError(f"{subject}: got {len(side)} {name} for {count} sources; give one each")
     problems, indices = [] if start is None else id_problems("start", [start], spec.vocab), []
     first, eos, pairs = spec.tokens.start if start is None else start, spec.tokens.eos, list[Pair]()
-    for number, values in enumerate(zip(*lists.values(), strict=True)):
-        source, length, found = _read(spec, limits, values[0])
-        (target, prefix), wrong = _lists(target=values[1], prefix=values[2])
-        found += wrong
+    read = _read(spec, limits, lists.pop("sources"))
+    for number, ((source, length, of_source), *values) in enumerate(zip(read, *lists.values(), strict=True)):
+        (target, prefix), wrong = _lists(target=values[0], prefix=values[1])
+        found = [*of_source, *wrong]
         if not wrong:
             found += id_problems("prefix", prefix, spec.vocab)
             found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
@@ -215,17 +247,8 @@ def _named(what: str, index: int, count: int, problems: list[str]) -> list[str]:
     return problems if count == 1 else [f"{nth(what, index, count)}: {problem}" for problem in problems]
 
 
-def _request(
-    spec: ModelSpec,
-    source: Source,
-    source_length: int,
-    prefix: list[int],
-    config: DecodeConfig,
-    num_read: int | None,
-    text: int,
-    num_texts: int,
-    text_of: TextOf | None,
-) -> Request:
+def _begin(spec: ModelSpec, config: DecodeConfig, prefix: list[int], num_read: int | None) -> dict[str, Any]:
+    """Return the fields of a request that depend on its prefix."""
     start = spec.tokens.start if config.decoder_start_token_id is None else config.decoder_start_token_id
     speech, first = _speech_tokens(spec, config), config.forced_bos_token_id
     known = [token for token in speech if token is not None]
@@ -237,20 +260,14 @@ def _request(
     # As in transformers: nothing is forced after a prefix, and the only token is forced to be the last.
     is_free = speech or prefix or (limit == 1 and config.forced_ends)
     forced = () if is_free or first is None else (first,)
-    return Request(
-        text=text,
-        source=source,
-        source_length=source_length,
-        prompt=tuple(map(int, (start, *read, *forced))),
-        config=config,
-        max_new_tokens=limit,
-        num_forced=len(forced),
-        is_answered=bool(forced) and (limit == 1 or first in config.ends(spec.tokens.eos)),
-        text_of=text_of if config.strings else None,
-        biased_prefix=tuple(map(int, (start, *prefix))) if config.prefix_bias_beta else (),
-        num_texts=num_texts,
-        lacks_language=None in speech,
-    )
+    return {
+        "prompt": tuple(map(int, (start, *read, *forced))),
+        "max_new_tokens": limit,
+        "num_forced": len(forced),
+        "is_answered": bool(forced) and (limit == 1 or first in config.ends(spec.tokens.eos)),
+        "biased_prefix": tuple(map(int, (start, *prefix))) if config.prefix_bias_beta else (),
+        "lacks_language": None in speech,
+    }
 
 
 def _room(spec: ModelSpec, prefix_len: int) -> int:
@@ -276,13 +293,14 @@ def _option_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> l
     return problems
 
 
-def _read(spec: ModelSpec, limits: Limits, value: object) -> tuple[Source, int, list[str]]:
-    """Return a source, its length and its problems."""
-    source, length, problems = read_source(spec.source, value)
-    if length > spec.max_source_length:
-        more, got = limits.source_length.for_more(length), f"{length} {spec.source.unit}"
-        problems.append(f"the source has {got}, the limit is {spec.max_source_length}; shorten it{more}")
-    return source, length, problems
+def _read(spec: ModelSpec, limits: Limits, values: Sequence[object]) -> list[tuple[Source, int, list[str]]]:
+    """Return each source with its length and its problems."""
+    read = read_sources(spec.source, values)
+    for _, length, problems in read:
+        if length > spec.max_source_length:
+            more, got = limits.source_length.for_more(length), f"{length} {spec.source.unit}"
+            problems.append(f"the source has {got}, the limit is {spec.max_source_length}; shorten it{more}")
+    return read
 
 
 def _target_problems(

@@ -39,12 +39,15 @@ class Stops:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append sources; their time limits start now."""
+        if not self.are_set:
+            return
         deadline = np.inf if self._max_time is None else time.monotonic() + self._max_time
         self._deadlines = np.concatenate((self._deadlines, np.full(len(requests), deadline)))
 
     def keep(self, sources: Ids) -> None:
         """Remove all other sources."""
-        self._deadlines = self._deadlines[sources]
+        if self.are_set:
+            self._deadlines = self._deadlines[sources]
 
     def are_late(self) -> Mask:
         """Return which sources have exceeded their time limit, bool [sources]."""

@@ -100,7 +100,9 @@ class Model:
             return self.defaults.overridden(options)
         if not isinstance(config, DecodeConfig):
             raise ConfigError(f"config is {shortened(config)}, expected a DecodeConfig")
-        return DecodeConfig.from_dict({**config.to_dict(), **options}, subject="decoding")
+        if not options and type(config) is DecodeConfig:
+            return config
+        return DecodeConfig.from_dict({**vars(config), **options}, subject="decoding")
 
     def read(self, inputs: Iterable[Any], *, paths: bool = True) -> list[Source]:
         """Return what the encoder reads for each input: token ids of a text, or features.
@@ -141,7 +143,9 @@ class Model:
         texts = _texts("texts", texts)
         places = _indices(indices, len(texts))
         sources = self.read(texts)
-        starts = tokenizer.begin_targets([""] * len(texts) if prefixes is None else _texts("prefixes", prefixes))
+        starts = None
+        if prefixes is not None or tokenizer.text.target_prefix:
+            starts = tokenizer.begin_targets([""] * len(texts) if prefixes is None else _texts("prefixes", prefixes))
         found = decode(
             self.session,
             sources,
@@ -161,7 +165,9 @@ class Model:
             results = with_copies(
                 self.session, tokenizer, texts, sources, results, decoding, batch_size=batch_size, cancel=cancel
             )
-        return Results(dataclasses.replace(result, index=places[result.index]) for result in results)
+        if places is not None:
+            results = [dataclasses.replace(result, index=places[result.index]) for result in results]
+        return Results(results)
 
     def generate_ids(
         self,
@@ -495,9 +501,9 @@ def _texts(name: str, argument: Iterable[Any]) -> list[Any]:
     return texts
 
 
-def _indices(argument: Iterable[int] | None, count: int) -> Sequence[int]:
+def _indices(argument: Iterable[int] | None, count: int) -> list[int] | None:
     if argument is None:
-        return range(count)
+        return None
     indices = as_list(argument)
     if indices is None or len(indices) != count or not all(is_whole(index) and index >= 0 for index in indices):
         raise InputError(f"indices is {shortened(argument)}, expected a whole number from 0 for each of {count} texts")

@@ -178,11 +178,11 @@ def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: i
     """Raise `InputError` for the first invalid argument of a step."""
     if target_ids.shape != lengths.shape or lengths.size == 0:
         raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more rows")
-    longest = max(lengths.tolist()) + steps  # faster than NumPy for the few rows of a batch
+    longest, ids = max(lengths.tolist()) + steps, target_ids.tolist()  # faster than NumPy for the few rows of a batch
     if longest > spec.max_target_length:
         remedy = f"lower max_new_tokens, or {LONGER.format('target')}"
         raise InputError(f"target has {longest} tokens, the limit is {spec.max_target_length}; {remedy}")
-    if target_ids.view(np.uint64).max() >= spec.vocab:  # negative numbers become very large
+    if min(ids) < 0 or max(ids) >= spec.vocab:
         raise _out_of_range("target_ids", target_ids, spec.vocab)
     if not 1 <= num_candidates <= spec.vocab:
         raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")

@@ -122,7 +122,7 @@ class Batch(Protocol):
 
 @runtime_checkable
 class MultiStep(Protocol):
-    """A batch that takes several greedy steps in one call, with little overhead."""
+    """A batch of one row per source that takes several greedy steps in one call."""
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
         """Take 1 to `steps` greedy steps, until a row's best token is one of `stop_ids`.

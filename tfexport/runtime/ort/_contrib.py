@@ -9,45 +9,34 @@ Invariants between two calls:
 - `_cache_rows[row]` is the row of `_cache` for the caller's row; rows of a source stay within its rows.
 - `_shared[source][a][b]` tokens at the start of cache rows a and b of a source are equal.
 - `_longest` is the largest of `lengths`; `_is_even` means that all are equal to it.
-- `_bindings` refer to the current buffers; they are cleared when a buffer is replaced.
+- `_bindings` refer to `_cache`; they are cleared when it is replaced.
+
+When a batch is no longer used, its session keeps cache and bindings for a later one.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-import onnxruntime as ort
 
-from tfexport import contract
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedScoring, check_step
+from tfexport.runtime.ort._binding import Binding, Shape
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
-from tfexport.runtime.ort._device import Array, OrtGraphs, encoder_runs, has_many_scores, host_value, run, still_open
+from tfexport.runtime.ort._device import Array, OrtGraphs, encoder_runs, has_many_scores, host_value
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates, rows_of
 from tfexport.runtime.sources import Sources
 
 # Most bindings of a batch; the number of rows changes as sources come and go.
 MAX_BINDINGS = 64
+# Most caches that a session keeps for later batches, and the largest cache and outputs of a binding that it keeps.
+_MAX_SPARE = 4
+_MAX_SPARE_BYTES = 2**24
+_MAX_OUTPUT_BYTES = 2**18
 # Number of tokens that a row shares with itself: all, also later ones.
 _EQUAL = sys.maxsize
-
-
-@dataclass
-class _Binding:
-    """The arrays of a step, bound once for all steps of equal shape."""
-
-    io: ort.IOBinding
-    inputs: dict[str, Array]  # the binding does not keep them alive
-    target_ids: Ids
-    positions: Ids
-    last_and_total: Array
-    token_ids: Ids
-    logits: Floats
-    log_normalizer: Floats
-    all_logits: Floats | None = None  # of the vocabulary, bound if tokens are scored
 
 
 class ContribBatch(CheckedScoring):
@@ -59,17 +48,44 @@ class ContribBatch(CheckedScoring):
         self.can_verify = graphs.keeps_logits
         self._measure()
         self._num_sources = 0
-        self._source_lengths: Ids = np.empty(0, np.int64)
+        self._source_lengths: list[int] = []
         self._source_mask: Mask = np.empty((0, 0), np.bool_)
         self._cross: list[Array] = []
-        self._cache: Floats = self._new_cache(0, min(FIRST_CAPACITY, self._spec.max_target_length))
+        self._cache: Floats
+        self._bindings: dict[Shape, Binding]
+        try:
+            self._cache, self._bindings = graphs.spare.pop()
+        except IndexError:
+            self._cache, self._bindings = self._new_cache(0, min(FIRST_CAPACITY, self._spec.max_target_length)), {}
         self._cache_rows: Ids = np.empty(0, np.int64)
         self._shared: list[list[list[int]]] = []
         self._rows_are_equal = False  # within each source, as after a first step
-        self._bindings: dict[tuple[int, ...], _Binding] = {}
+
+    def __del__(self) -> None:
+        spare = self._graphs.spare
+        if self._graphs.decoder is None or len(spare) >= _MAX_SPARE or self._cache.nbytes > _MAX_SPARE_BYTES:
+            return
+        small = {key: bound for key, bound in self._bindings.items() if bound.output_bytes <= _MAX_OUTPUT_BYTES}
+        for bound in small.values():
+            bound.release_sources()
+        spare.append((self._cache, small))
 
     def _add(self, sources: Sources, prompts: Prompts) -> None:
-        lengths, first = sources.mask.sum(1), self._num_sources
+        first, begin = self._num_sources, self.lengths.size
+        read = [len(prompt) - 1 for prompt in prompts for _ in range(self.width)]
+        self._add_sources(sources)
+        self._reserve_rows(begin + len(read), max(read))
+        self.lengths = np.concatenate((self.lengths, read))
+        self._measure()
+        self._cache_rows = np.concatenate((self._cache_rows, np.arange(begin, self.lengths.size)))
+        self._rows_are_equal = False
+        if self.width > 1:
+            self._shared += [_shared(self.width, length) for length in read[:: self.width]]
+        if any(read):
+            self._read(first, prompts)
+
+    def _add_sources(self, sources: Sources) -> None:
+        lengths, first = sources.lengths, self._num_sources
         runs = encoder_runs(lengths)
         if first or len(runs) > 1:
             self._reserve_sources(first + len(lengths), int(lengths.max()))
@@ -82,51 +98,40 @@ class ContribBatch(CheckedScoring):
                 self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[rows, None]
         else:
             self._cross, self._source_mask = self._encode(sources), sources.mask.copy()
-            self._bindings.clear()
         self._num_sources += len(lengths)
-        self._source_lengths = np.concatenate((self._source_lengths, lengths))
-        begin = self.lengths.size
-        prompt_lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        self._reserve_rows(self._num_sources * self.width, int(prompt_lengths.max()))
-        self.lengths = np.concatenate((self.lengths, prompt_lengths.repeat(self.width)))
-        self._measure()
-        self._cache_rows = np.concatenate((self._cache_rows, np.arange(begin, self.lengths.size)))
-        self._rows_are_equal = False
-        if self.width > 1:
-            self._shared += [_shared(self.width, length) for length in prompt_lengths.tolist()]
-        self._read(first, prompts)
+        self._source_lengths += lengths.tolist()
 
     def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        by_source = target_ids.reshape(-1, self.width)
-        if self.width > 1 and not self._longest and (by_source == by_source[:, :1]).all():
-            return self._first_step(by_source[:, 0], num_candidates)
+        if self.width > 1 and not self._longest:
+            by_source = target_ids.reshape(-1, self.width)
+            if (by_source == by_source[:, :1]).all():
+                return self._first_step(by_source[:, 0], num_candidates)
         bound, rows = self._bound(num_candidates), self._cache_rows
         self._run(bound, target_ids)
+        if self.width == 1:  # then every row has its own cache row
+            return bound.candidates()
         # `take` is three to five times as fast as indexing for few numbers.
         return Candidates(
             bound.token_ids.take(rows, 0), bound.logits.take(rows, 0), bound.log_normalizer.ravel().take(rows)
         )
 
     def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        bound, rows = self._bound(1), self._cache_rows
-        if bound.all_logits is None:
-            bound.all_logits = np.empty((rows.size, self._spec.vocab), np.float32)
-            bound.io.bind_ortvalue_output(contract.LOGITS, host_value(bound.all_logits))
+        bound, rows = self._bound(1, scores=True), self._cache_rows
         self._run(bound, target_ids)
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        """Take several greedy steps."""
+        """Take several greedy steps, of a batch with one row for each source."""
         check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
-        taken, rows = 0, self._cache_rows
+        taken = 0
         bound = self._bound(num_candidates)
-        bound.target_ids[rows, 0] = target_ids
+        bound.target_ids[:, 0] = target_ids
         while True:
             self._place(bound)
-            run(self._graphs.decoder, bound.io)
+            bound.run()
             token_ids[taken], logits[taken] = bound.token_ids, bound.logits
             log_normalizer[taken] = bound.log_normalizer[:, 0]
             taken += 1
@@ -141,8 +146,7 @@ class ContribBatch(CheckedScoring):
             bound.target_ids[:, 0] = best
         if self._is_even:
             self.lengths += taken
-        every = np.s_[:taken, rows]
-        return Candidates(token_ids[every], logits[every], log_normalizer[every])
+        return Candidates(token_ids[:taken], logits[:taken], log_normalizer[:taken])
 
     def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
         """Read several tokens of the only row and return the candidates after each."""
@@ -154,10 +158,10 @@ class ContribBatch(CheckedScoring):
         bound.target_ids[0] = target_ids
         bound.positions[0] = np.arange(begin, begin + count)
         bound.last_and_total[:] = begin + count - 1, begin + count
-        run(self._graphs.decoder, bound.io)
+        bound.run()
         self.lengths += count
         self._longest += count
-        return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
+        return bound.candidates()
 
     def rewind(self, length: int) -> None:
         """Remove the tokens of the only row from `length` on."""
@@ -193,25 +197,23 @@ class ContribBatch(CheckedScoring):
         self.lengths = self.lengths[rows_of(remaining, self.width)]
         self._cache_rows = self._cache_rows[: self.lengths.size]
         self._measure()
-        self._source_lengths = self._source_lengths[remaining]
+        self._source_lengths = [self._source_lengths[source] for source in remaining.tolist()]
         del self._shared[remaining.size :]
 
     def _encode(self, sources: Sources) -> list[Array]:
-        io = self._graphs.bind_encoder(sources)
-        own: list[Array] = []
-        for name in self._graphs.cross:
-            if has_many_scores(sources):  # ONNX Runtime cannot free its memory if an output is in it
-                shape = (len(sources), self._spec.cache_heads, sources.source_len, self._spec.head_dim)
-                own.append(np.empty(shape, np.float32))
-                io.bind_ortvalue_output(name, host_value(own[-1]))
-            else:
-                io.bind_output(name)
+        if not has_many_scores(sources):
+            return self._graphs.encode(sources)
+        io, shape = self._graphs.bind_encoder(sources), (len(sources), self._spec.cache_heads, sources.source_len)
+        # ONNX Runtime cannot free its memory if an output is in it.
+        own: list[Array] = [np.empty((*shape, self._spec.head_dim), np.float32) for _ in self._graphs.cross]
+        for name, array in zip(self._graphs.cross, own, strict=True):
+            io.bind_ortvalue_output(name, host_value(array))
         self._graphs.run_encoder(io, sources)
-        return own or [value.numpy() for value in io.get_outputs()]
+        return own
 
     def _reserve_sources(self, sources: int, longest: int) -> None:
         places, length = self._source_mask.shape
-        longest = max(longest, int(self._source_lengths.max(initial=0)))
+        longest = max(longest, *self._source_lengths, 0)
         if sources <= places and longest <= length <= 2 * longest:
             return
         if self._num_sources:  # room for the next ones too
@@ -227,13 +229,12 @@ class ContribBatch(CheckedScoring):
         mask = np.zeros((shape[0], longest), np.bool_)
         mask[:live, :common] = self._source_mask[:live, :common]
         self._cross, self._source_mask = grown, mask
-        self._bindings.clear()
 
     def _reserve_rows(self, rows: int, length: int = 0) -> None:
         _, old_rows, _, capacity, _ = self._cache.shape
         if rows <= old_rows and length <= capacity:
             return
-        if rows > old_rows and old_rows:
+        if rows > old_rows and self.lengths.size:
             rows = max(rows, 2 * old_rows)
         while capacity < length:
             capacity = min(2 * capacity, self._spec.max_target_length)
@@ -254,12 +255,11 @@ class ContribBatch(CheckedScoring):
             ids = np.array([prompt[:-1] for prompt in group], np.int64)
             last = first + len(ids)
             if length > 1:
-                sources, rows = slice(first, last), slice(first * self.width, last * self.width)
-                bound = self._bind(sources, rows, length - 1, 1)
+                bound = self._binding(Shape(first, last, self.width, 1, length - 1))
                 bound.target_ids[:] = ids.repeat(self.width, 0)
                 bound.positions[:] = np.arange(length - 1)
                 bound.last_and_total[:-1], bound.last_and_total[-1] = length - 2, length - 1
-                run(self._graphs.decoder, bound.io)
+                bound.run()
             first = last
 
     def _measure(self) -> None:
@@ -270,10 +270,10 @@ class ContribBatch(CheckedScoring):
     def _first_step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         # Equal rows are read once for each source, then copied.
         sources, width = self._num_sources, self.width
-        bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
+        bound = self._binding(Shape(0, sources, 1, num_candidates))
         bound.target_ids[:, 0] = target_ids
         self._place(bound)
-        run(self._graphs.decoder, bound.io)
+        bound.run()
         self._cache[:, : sources * width, :, :1] = self._cache[:, :sources, :, :1].repeat(width, 1)
         self.lengths += 1
         self._longest, self._rows_are_equal = 1, True
@@ -282,28 +282,30 @@ class ContribBatch(CheckedScoring):
             bound.token_ids.repeat(width, 0), bound.logits.repeat(width, 0), bound.log_normalizer[:, 0].repeat(width)
         )
 
-    def _run(self, bound: _Binding, target_ids: Ids) -> None:
+    def _run(self, bound: Binding, target_ids: Ids) -> None:
         self._rows_are_equal = False
         bound.target_ids[self._cache_rows, 0] = target_ids
         self._place(bound)
-        run(self._graphs.decoder, bound.io)
+        bound.run()
         self.lengths += 1
         self._longest += 1
 
-    def _bound(self, num_candidates: int, target_len: int = 1) -> _Binding:
+    def _bound(self, num_candidates: int, target_len: int = 1, *, scores: bool = False) -> Binding:
         if self._longest + target_len > self._cache.shape[3]:
             self._reserve_rows(0, self._longest + target_len)
-        key = (self._num_sources, num_candidates, target_len)
-        bound = self._bindings.get(key)
+        return self._binding(Shape(0, self._num_sources, self.width, num_candidates, target_len, target_len, scores))
+
+    def _binding(self, shape: Shape) -> Binding:
+        bound = self._bindings.pop(shape, None)
         if bound is None:
             if len(self._bindings) == MAX_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
-            bound = self._bindings[key] = self._bind(
-                slice(self._num_sources), slice(self.lengths.size), target_len, num_candidates, target_len
-            )
+            bound = Binding(self._graphs, self._cache, shape)
+        self._bindings[shape] = bound  # last in the order of use
+        bound.bind_sources(self._cross, self._source_mask)
         return bound
 
-    def _place(self, bound: _Binding) -> None:
+    def _place(self, bound: Binding) -> None:
         if self._is_even:  # filling takes a third of the time, and `multi_step` updates `lengths` only at its end
             bound.positions.fill(self._longest)
             bound.last_and_total.fill(self._longest)
@@ -311,37 +313,6 @@ class ContribBatch(CheckedScoring):
             bound.positions[:] = self.lengths[:, None]
             bound.last_and_total[:-1] = self.lengths
         bound.last_and_total[-1] = self._longest + 1
-
-    def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int, keeps: int = 1) -> _Binding:
-        io = still_open(self._graphs.decoder).io_binding()
-        num_rows = rows.stop - (rows.start or 0)
-        last_and_total = np.empty(num_rows + 1, np.int32)  # one array, so that both are filled at once
-        target_ids, positions = (np.empty((num_rows, target_len), np.int64) for _ in range(2))
-        inputs: dict[str, Array] = {
-            contract.TARGET_IDS: target_ids,
-            contract.SOURCE_MASK: self._source_mask[sources],
-            contract.POSITIONS: positions,
-            contract.LAST_POSITION: last_and_total[:-1],
-            contract.TOTAL_LENGTH: last_and_total[-1:],
-            contract.NUM_CANDIDATES: np.array([num_candidates]),
-            **{name: array[sources] for name, array in zip(self._graphs.cross, self._cross, strict=True)},
-        }
-        if self.can_verify:
-            inputs[contract.LOGITS_TO_KEEP] = np.array([keeps])
-        outputs: dict[str, Array] = {
-            contract.CANDIDATE_IDS: np.empty((num_rows * keeps, num_candidates), np.int64),
-            contract.CANDIDATE_LOGITS: np.empty((num_rows * keeps, num_candidates), np.float32),
-            contract.LOG_NORMALIZER: np.empty((num_rows * keeps, 1), np.float32),
-        }
-        for name, array in inputs.items():
-            io.bind_ortvalue_input(name, host_value(array))
-        for name, array in outputs.items():
-            io.bind_ortvalue_output(name, host_value(array))
-        for past, present, buffer in zip(self._graphs.past, self._graphs.present, self._cache, strict=True):
-            value = host_value(buffer[rows])
-            io.bind_ortvalue_input(past, value)
-            io.bind_ortvalue_output(present, value)
-        return _Binding(io, inputs, target_ids, positions, last_and_total, *outputs.values())
 
     def _copy_row(self, to: int, of: int) -> None:
         source, new, old = to // self.width, to % self.width, of % self.width

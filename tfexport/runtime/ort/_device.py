@@ -116,7 +116,11 @@ def run(session: ort.InferenceSession | None, binding: ort.IOBinding, *, frees_m
     try:
         graph.run_with_iobinding(binding, options)
     except Exception as error:
-        raise BackendError(f"ort: the graph failed while running: {first_line(error)}") from error
+        raise _run_error(error) from error
+
+
+def _run_error(error: Exception) -> BackendError:
+    return BackendError(f"ort: the graph failed while running: {first_line(error)}")
 
 
 def still_open(session: ort.InferenceSession | None) -> ort.InferenceSession:
@@ -161,12 +165,22 @@ class OrtGraphs:
     gather: RowGather | None  # None if NumPy moves rows on the host
 
     def __post_init__(self) -> None:
+        self.spare: list[Any] = []  # buffers that batches have left for later ones
         spec = self.spec
         self.cross, self.past, self.present = spec.cross.names("cross"), *map(spec.cache.names, ("past", "present"))
         inputs = {tensor.name for tensor in self.decoder.get_inputs()} if self.decoder else set()
         self.reads_lengths = contract.CACHE_LENGTHS in inputs
         # Whether the decoder returns the logits of several positions (`--speculation`).
         self.keeps_logits = contract.LOGITS_TO_KEEP in inputs
+
+    def encode(self, sources: Sources) -> list[Array]:
+        """Run the encoder on the host; return keys and values, which belong to the caller."""
+        graph = still_open(self.encoder)
+        try:  # not on a binding, which takes longer to create
+            found: list[Array] = graph.run(self.cross, sources.inputs)
+        except Exception as error:
+            raise _run_error(error) from error
+        return found
 
     def bind_encoder(self, sources: Sources) -> ort.IOBinding:
         """Bind the inputs of the encoder; the caller binds its outputs."""
@@ -234,18 +248,21 @@ def encoder_runs(lengths: Ids) -> list[Ids]:
     scores are cut; a source of more than 1,448 tokens always has its own run.
     """
     order = (-lengths).argsort(kind="stable")
-    longest, batch = lengths[order], lengths.size
-    if longest[0] == longest[-1]:
-        return _cut(order, int(longest[0]))
-    costs, begins = np.zeros(batch + 1), [0]
-    for end in range(1, batch + 1):
-        ending_here = costs[:end] + longest[:end] * np.arange(end, 0, -1) + RUN_TOKENS
-        begins.append(int(ending_here.argmin()))
-        costs[end] = ending_here[begins[-1]]
-    runs, end = [], batch
-    while end:
-        runs += _cut(order[begins[end] : end], int(longest[begins[end]]))[::-1]
-        end = begins[end]
+    longest = lengths[order].tolist()
+    # Equally long sources share a run. Lists are faster than NumPy for the few different lengths of a batch.
+    firsts = [0, *(row for row in range(1, len(longest)) if longest[row] < longest[row - 1])]
+    ends, costs, begins = [*firsts[1:], len(longest)], [0], [0]
+    for number, end in enumerate(ends, 1):
+        # Further runs are shorter, so the best begin never moves back.
+        tried = range(begins[-1], number)
+        cost, begin = min((costs[one] + longest[firsts[one]] * (end - firsts[one]), one) for one in tried)
+        costs.append(cost + RUN_TOKENS)
+        begins.append(begin)
+    runs, number = [], len(ends)
+    while number:
+        begin = begins[number]
+        runs += _cut(order[firsts[begin] : ends[number - 1]], longest[firsts[begin]])[::-1]
+        number = begin
     return runs[::-1]
 
 

@@ -116,6 +116,7 @@ class OrtSession(CheckedAligner):
         """Free the graphs, including those of open batches."""
         with self._lock:
             self._graphs.encoder = self._graphs.decoder = self._aligner = None
+            self._graphs.spare.clear()
 
     def _load(self, name: str, spin_us: int = 0) -> ort.InferenceSession:
         threads = self.threads and (self.threads.decoder if name in contract.DECODER.values() else self.threads.encoder)
