@@ -228,7 +228,7 @@ def test_tokens_that_a_beam_search_copies(
     def counted_copy(batch: ContribBatch, to: int, of: int) -> None:
         length = int(batch.lengths[to])
         counts["rows"] += 1
-        counts["tokens"] += length - batch._shared[of // BEAMS][to % BEAMS][of % BEAMS]
+        counts["tokens"] += length - batch._shared[of // BEAMS][to % BEAMS * BEAMS + of % BEAMS]
         counts["tokens held"] += length
         copy(batch, to, of)
 

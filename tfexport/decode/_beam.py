@@ -8,19 +8,22 @@ float32.
 
 from __future__ import annotations
 
-from bisect import insort
+import functools
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from tfexport.contract import ModelSpec
-from tfexport.decode._search import Outcome, Search, is_broken, nan_error, no_token_error, repaired
+from tfexport.decode._search import Outcome, Search, is_any, is_broken, nan_error, no_token_error, repaired
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask
+
+_SCORE = attrgetter("score")
 
 
 class Extensions(NamedTuple):
@@ -46,7 +49,8 @@ class Finished:
     def add(self, source: int, hypothesis: Hypothesis) -> None:
         """Add a hypothesis if it is among the best; equal scores keep their order."""
         best = self.best[source]
-        insort(best, hypothesis, key=lambda one: -one.score)
+        best.append(hypothesis)
+        best.sort(key=_SCORE, reverse=True)
         if len(best) >= self._num_beams:
             del best[self._num_beams :]
             self.worst[source] = best[-1].score
@@ -64,9 +68,7 @@ class BeamSearch(Search):
         self._config = config
         # `width` beams continue even if each of the best beams ends with each of the end tokens.
         self._num_extensions = (1 + len(self._ends.ids)) * self.width
-        # Divisors of the log-probability by length, float32; 0 has no negative powers.
-        lengths = np.arange(spec.max_target_length + 2).clip(min=1).astype(np.float64)
-        self._divisors: Floats = (lengths**config.length_penalty).astype(np.float32)
+        self._divisors = _divisors(spec.max_target_length, config.length_penalty)
         self._finished = Finished(self.width)
         self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a missing beam
         self._steps_left = 0  # until the first source is at its limit
@@ -97,7 +99,7 @@ class BeamSearch(Search):
             found = repaired(found, broken)
         token_ids, log_probs = self._processors.apply(found, self.history, self._num_new, self._limits)
         best = _extend(self._running, token_ids, log_probs, self._num_extensions)
-        self._num_new += 1
+        self._num_new = self._num_new + ONE
         self._steps_left -= 1
         ends = self._ends.among(best.token_ids)
         if not self._steps_left:
@@ -107,7 +109,7 @@ class BeamSearch(Search):
             stopped, late = self._stopped(best, done), self._stops.are_late()
             ends |= stopped | late[:, None]
         going = best
-        if np.count_nonzero(ends):
+        if is_any(ends):
             self._finish(best, ends, stopped)
             going = _continue(best, ends)
         first = np.s_[:, : self.width]
@@ -118,11 +120,13 @@ class BeamSearch(Search):
         if late is not None:
             closed |= late
         rows = going.rows
-        if np.count_nonzero(closed):
+        if is_any(closed):
             for place in np.flatnonzero(closed).tolist():
                 request = self.requests[place]
                 hypotheses = self._finished.best[place][: request.config.num_return_sequences]
                 done.setdefault(place, hypotheses or no_token_error(request, int(self._num_new[place]) - 1))
+            if len(done) == len(self.requests):
+                return None, done
             # Rows of removed sources need not move.
             rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
         self._running, order = going.log_probs, rows.ravel()
@@ -161,6 +165,14 @@ class BeamSearch(Search):
         attainable = going.log_probs[:, 0] / self._divisors.take(self._limits if hopeful else self._num_new)
         settled: Mask = attainable <= worst
         return settled | (worst > -np.inf) if config.early_stopping is True else settled
+
+
+@functools.lru_cache(16)
+def _divisors(max_length: int, length_penalty: float) -> Floats:
+    """Return the divisor of a log-probability by length; 0 has no negative powers."""
+    lengths = np.arange(max_length + 2).clip(min=1).astype(np.float64)
+    divisors: Floats = (lengths**length_penalty).astype(np.float32)
+    return divisors
 
 
 def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Extensions:

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.contract import ModelSpec
-from tfexport.decode._search import Outcome, Search, is_broken, nan_error, no_token_error, repaired
+from tfexport.decode._search import Outcome, Search, is_any, is_broken, nan_error, no_token_error, repaired
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.errors import BackendError
 from tfexport.generation import SAMPLING_OPTIONS, DecodeConfig
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask
 
 Probabilities = NDArray[np.float64]
 
@@ -126,7 +126,7 @@ class GreedySearch(Search):
         else:
             new_ids, chosen = token_ids[:, 0].copy(), best
         self._totals += chosen
-        self._num_new += 1
+        self._num_new = self._num_new + ONE
         self.history.append(new_ids)
         ended = self._ends.among(new_ids) | (self._num_new == self._limits)
         if self._stops.are_set:
@@ -168,7 +168,7 @@ class GreedySearch(Search):
 
     def _outcomes(self, ended: Mask) -> dict[int, Outcome]:
         done: dict[int, Outcome] = {}
-        if np.count_nonzero(ended):
+        if is_any(ended):
             done = {row: [self._hypothesis(row)] for row in np.flatnonzero(ended).tolist()}
         if self._failed:
             done |= self._failed

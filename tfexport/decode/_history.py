@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tfexport.runtime.session import Ids
+from tfexport.runtime.session import ONE, Ids
 
 # Initial room in tokens. It doubles when full, because few texts reach the limit.
 FIRST_ROOM = 128
@@ -34,7 +34,7 @@ class History:
         self._reserve(longest)
         block = np.full((len(new), self._tokens.shape[1]), self._fill, np.int64)
         block[:, :longest] = [[*prompt, *[self._fill] * (longest - len(prompt))] for prompt in new]
-        self._tokens = np.concatenate((self._tokens, block))
+        self._tokens = np.concatenate((self._tokens, block)) if self.lengths.size else block
         self.lengths = np.concatenate((self.lengths, lengths))
         self.newest = np.concatenate((self.newest, [prompt[-1] for prompt in new]))
         self._measure()
@@ -47,7 +47,7 @@ class History:
         else:
             self._tokens[self._rows, self.lengths] = token_ids
         self.newest = token_ids
-        self.lengths += 1
+        self.lengths = self.lengths + ONE
         self.longest += 1
 
     def extend(self, token_ids: Ids) -> None:

@@ -60,7 +60,7 @@ def decode(
         requests = alternatives(session, requests, batch_size, cancel)
     elif samples > 1:
         requests = [dataclasses.replace(request, sample=sample) for request in requests for sample in range(samples)]
-    wanted = Counter(request.text for request in requests)
+    wanted = Counter(request.text for request in requests) if on_progress else {}
     # Longest first: texts of about equal length are decoded together, and the shortest ones last.
     requests.sort(key=lambda request: -request.source_length)
     loop.submit(requests)
@@ -72,7 +72,7 @@ def decode(
             assert update.outcome is not None
             found = results[update.request.text]
             found[update.request.sample] = update.outcome
-            finished += len(found) == wanted[update.request.text]
+            finished += len(found) == wanted.get(update.request.text)
         if finished and on_progress:
             on_progress(finished)
     return [[best for sample in sorted(found) for best in found[sample]] for found in results]

@@ -40,11 +40,11 @@ class Ends:
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.ids = tuple(sorted(set(ids)))
-        self._several: Ids | None = np.array(self.ids) if len(self.ids) > 1 else None
+        self._ids: Ids = np.array(self.ids if len(self.ids) > 1 else self.ids[0])
 
     def among(self, token_ids: Ids) -> Mask:
         """Return which of `token_ids`, of any shape, end a text."""
-        found: Mask = token_ids == self.ids[0] if self._several is None else np.isin(token_ids, self._several)
+        found: Mask = np.isin(token_ids, self._ids) if self._ids.ndim else token_ids == self._ids
         return found
 
 

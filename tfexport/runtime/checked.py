@@ -101,6 +101,7 @@ class CheckedBatch(ABC):
 
     def __init__(self, spec: ModelSpec, width: int) -> None:
         self.width = width
+        self._width = np.array(width)  # division by an array is faster
         self.lengths: Ids = np.zeros(0, np.int64)
         self._spec = spec
 
@@ -118,7 +119,7 @@ class CheckedBatch(ABC):
     def reorder(self, rows: Ids) -> None:
         """Continue row rows[r] as row r."""
         lengths, width = self.lengths, self.width
-        if rows.shape != lengths.shape or (rows // width).tobytes() != _owners(lengths.size, width):
+        if rows.shape != lengths.shape or (rows // self._width).tobytes() != _owners(lengths.size, width):
             raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of its own source")
         self._reorder(rows)
 

@@ -20,6 +20,8 @@ from tfexport.runtime.sources import Sources
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
+# Adding an array to a few numbers, not in place, takes a fifth of the time of `+= 1`.
+ONE = np.array(1)
 # Token ids that the decoder reads first, one list per source: start token, prefix, forced token.
 Prompts = Sequence[Sequence[int]]
 

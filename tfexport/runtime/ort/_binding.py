@@ -12,6 +12,8 @@ from tfexport.runtime.ort._device import Array, OrtGraphs, host_value, run, stil
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 
 _NOTHING = np.empty(0, np.float32)
+# Smaller keys and values of the encoder stay bound, because binding others takes longer.
+_MAX_SOURCE_BYTES = 2**16
 
 
 class Shape(NamedTuple):
@@ -80,8 +82,8 @@ class Binding:
                 self._io.bind_cpu_input(name, array[self._sources])
 
     def release_sources(self) -> None:
-        """Let the memory of the sources be freed."""
-        if self._cross is not None:
+        """Let the memory of the sources be freed if it is large."""
+        if self._cross is not None and len(self._cross) * self._cross[0].nbytes > _MAX_SOURCE_BYTES:
             self._cross = None
             for name in (contract.SOURCE_MASK, *self._graphs.cross):
                 self._io.bind_cpu_input(name, _NOTHING)

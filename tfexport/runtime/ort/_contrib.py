@@ -7,7 +7,7 @@ Invariants between two calls:
 
 - Source s has place s in the buffers of the encoder's keys and values, and rows s · width … of the cache.
 - `_cache_rows[row]` is the row of `_cache` for the caller's row; rows of a source stay within its rows.
-- `_shared[source][a][b]` tokens at the start of cache rows a and b of a source are equal.
+- `_shared[source][a · width + b]` tokens at the start of cache rows a and b of a source are equal.
 - `_longest` is the largest of `lengths`; `_is_even` means that all are equal to it.
 - `_bindings` refer to `_cache`; they are cleared when it is replaced.
 
@@ -26,7 +26,7 @@ from tfexport.runtime.checked import CheckedScoring, check_step
 from tfexport.runtime.ort._binding import Binding, Shape
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
 from tfexport.runtime.ort._device import Array, OrtGraphs, encoder_runs, has_many_scores, host_value
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates, rows_of
+from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates, rows_of
 from tfexport.runtime.sources import Sources
 
 # Most bindings of a batch; the number of rows changes as sources come and go.
@@ -58,7 +58,7 @@ class ContribBatch(CheckedScoring):
         except IndexError:
             self._cache, self._bindings = self._new_cache(0, min(FIRST_CAPACITY, self._spec.max_target_length)), {}
         self._cache_rows: Ids = np.empty(0, np.int64)
-        self._shared: list[list[list[int]]] = []
+        self._shared: list[list[int]] = []
         self._rows_are_equal = False  # within each source, as after a first step
 
     def __del__(self) -> None:
@@ -137,7 +137,7 @@ class ContribBatch(CheckedScoring):
             taken += 1
             self._longest += 1
             if not self._is_even:
-                self.lengths += 1
+                self.lengths = self.lengths + ONE
             best = bound.token_ids[:, 0]
             if taken == steps or not stop_ids.isdisjoint(best.tolist()):
                 break
@@ -221,11 +221,12 @@ class ContribBatch(CheckedScoring):
         if sources > places and places:
             sources = max(sources, 2 * places)
         live, common, spec = self._num_sources, min(length, longest), self._spec
-        # Zeros, because masked places must be finite.
+        # Masked places must be finite; those of a source that joins are filled then.
         shape = (max(sources, places), spec.cache_heads, longest, spec.head_dim)
-        grown: list[Array] = [np.zeros(shape, np.float32) for _ in range(2 * spec.layers)]
+        grown: list[Array] = [np.empty(shape, np.float32) for _ in range(2 * spec.layers)]
         for new, old in zip(grown, self._cross, strict=False):
             new[:live, :, :common] = old[:live, :, :common]
+            new[:live, :, common:] = 0
         mask = np.zeros((shape[0], longest), np.bool_)
         mask[:live, :common] = self._source_mask[:live, :common]
         self._cross, self._source_mask = grown, mask
@@ -275,19 +276,20 @@ class ContribBatch(CheckedScoring):
         self._place(bound)
         bound.run()
         self._cache[:, : sources * width, :, :1] = self._cache[:, :sources, :, :1].repeat(width, 1)
-        self.lengths += 1
+        self.lengths = self.lengths + ONE
         self._longest, self._rows_are_equal = 1, True
-        self._shared = [_shared(width, 1) for _ in range(sources)]
+        shared = _shared(width, 1)
+        self._shared = [shared.copy() for _ in range(sources)]
         return Candidates(
             bound.token_ids.repeat(width, 0), bound.logits.repeat(width, 0), bound.log_normalizer[:, 0].repeat(width)
         )
 
     def _run(self, bound: Binding, target_ids: Ids) -> None:
         self._rows_are_equal = False
-        bound.target_ids[self._cache_rows, 0] = target_ids
+        bound.target_ids.put(self._cache_rows, target_ids)
         self._place(bound)
         bound.run()
-        self.lengths += 1
+        self.lengths = self.lengths + ONE
         self._longest += 1
 
     def _bound(self, num_candidates: int, target_len: int = 1, *, scores: bool = False) -> Binding:
@@ -315,14 +317,14 @@ class ContribBatch(CheckedScoring):
         bound.last_and_total[-1] = self._longest + 1
 
     def _copy_row(self, to: int, of: int) -> None:
-        source, new, old = to // self.width, to % self.width, of % self.width
-        shared, length = self._shared[source], int(self.lengths[to])
-        different = slice(shared[new][old], length)
+        width, length = self.width, int(self.lengths[to])
+        source, new, old = to // width, to % width, of % width
+        shared = self._shared[source]
+        different = slice(shared[new * width + old], length)
         self._cache[:, to, :, different] = self._cache[:, of, :, different]
-        shared[new] = [min(common, length) for common in shared[old]]
-        for row, common in zip(shared, shared[new], strict=True):
-            row[new] = common
-        shared[new][new] = _EQUAL
+        common = [min(tokens, length) for tokens in shared[old * width : (old + 1) * width]]
+        common[new] = _EQUAL
+        shared[new * width : (new + 1) * width] = shared[new::width] = common
 
     def _move_source(self, to: int, of: int) -> None:
         for array in (*self._cross, self._source_mask):
@@ -335,5 +337,7 @@ class ContribBatch(CheckedScoring):
             self._shared[to] = self._shared[of]
 
 
-def _shared(width: int, length: int) -> list[list[int]]:
-    return [[_EQUAL if row == other else length for other in range(width)] for row in range(width)]
+def _shared(width: int, length: int) -> list[int]:
+    shared = [length] * width**2
+    shared[:: width + 1] = [_EQUAL] * width
+    return shared
