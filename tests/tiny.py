@@ -161,6 +161,7 @@ VARIANTS = {
         tie_output=True,
     ),
 }
+VARIANTS["ssru"] = config(decoder={"mixer": "ssru"})
 ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
 # For tests that export them all; those that differ little from others are slow tests.
 VARIANT_NAMES = [

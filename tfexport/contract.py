@@ -7,13 +7,14 @@ step returns.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self, TypeVar
 
 from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Match, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.precision import FLOAT, DType, Precision, QuantizedWeights
+from tfexport.precision import FLOAT, ITEM_BYTES, DType, Precision, QuantizedWeights
 from tfexport.sources import BATCH, FeatureSource, ImageSource, SourceKind, TokenSource
 
 Variant = Literal["concat", "static", "contrib"]
@@ -126,12 +127,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What each decoder layer stores for every row: its parts and their shape."""
+    """What each decoder layer stores for every row: keys and values, or a state."""
 
-    widths: Mapping[str, int]  # by part
+    widths: Mapping[str, int]  # by part: "key" and "value", or "state"
     dtype: DType
     layers: int
     heads: int
+    grows: bool = True  # with the number of tokens; a state has a fixed size
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of all tensors: `prefix_key.0`, `prefix_value.0` and so on."""
@@ -139,7 +141,13 @@ class CacheKind:
 
     def shapes(self, rows: D, length: D) -> Sequence[tuple[D | int, ...]]:
         """Return the shapes of all tensors for some rows and tokens."""
-        return [(rows, self.heads, length, width) for width in self.widths.values()] * self.layers
+        if self.grows:
+            return [(rows, self.heads, length, width) for width in self.widths.values()] * self.layers
+        return [(rows, width) for width in self.widths.values()] * self.layers
+
+    def num_bytes(self, rows: int, length: int) -> list[int]:
+        """Return the size of every tensor."""
+        return [math.prod(shape) * ITEM_BYTES[self.dtype] for shape in self.shapes(rows, length)]
 
     def tensors(self, prefix: str, rows: Dim, length: Dim) -> list[TensorSpec]:
         """Return the specifications of all tensors."""
@@ -154,9 +162,11 @@ class ModelSpec(Config, subject="spec"):
     A model reads token ids of `source_vocab`, `features` or an `image`; the other two are 0 or None. The encoder
     returns up to `max_source_length` positions: tokens, or what is left of frames or pixels after convolutions.
 
-    If `kv_heads` is None, it equals `heads`. `pooling` joins the vectors of the tokens of an encoder-only model.
-    `head` returns a logit for each of the `labels`, of every token or of the pooled vector. `speech` has the tokens of
-    the prompts of speech models.
+    If `kv_heads` is None, it equals `heads`. A decoder with recurrences instead of self-attention stores a state of
+    `state_width` in each layer; 0 for keys and values.
+
+    `pooling` joins the vectors of the tokens of an encoder-only model. `head` returns a logit for each of the `labels`,
+    of every token or of the pooled vector. `speech` has the tokens of the prompts of speech models.
     """
 
     d_model: Size
@@ -173,6 +183,7 @@ class ModelSpec(Config, subject="spec"):
     value_dim: SizeOrZero = 0
     max_target_length: SizeOrZero = 0
     kv_heads: Heads | None = None
+    state_width: SizeOrZero = 0
     pooling: Pooling = "mean"
     head: Head = "none"
     labels: Labels = ()
@@ -221,7 +232,10 @@ class ModelSpec(Config, subject="spec"):
     @property
     def cache(self) -> CacheKind:
         """What the decoder stores of the tokens that it has read."""
-        return self.cross
+        if not self.state_width:
+            return self.cross
+        # Half precision would lose terms that are small next to the state.
+        return CacheKind({"state": self.state_width}, "float32", self.layers, 1, grows=False)
 
 
 class AlignmentHeads(Config, subject="alignment"):
@@ -297,23 +311,26 @@ def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = Fals
     """Return the contract of a decoder variant, as in docs/reference/graphs.md.
 
     The contrib variant needs past_len 0 in every row, or target_len 1, or one row. With `speculation` (contrib only),
-    `logits_to_keep` is the number of last positions whose logits are returned.
+    `logits_to_keep` is the number of last positions whose logits are returned. If layers store a state, a step reads
+    one token of each row, and all variants have the same inputs.
     """
+    lengths = [TensorSpec(CACHE_LENGTHS, "int64", ("rows",))]
     positions = {
         "concat": [],
-        "static": [TensorSpec(CACHE_LENGTHS, "int64", ("rows",))],
+        "static": lengths,
         "contrib": [
             TensorSpec(POSITIONS, "int64", ("rows", "target_len")),
             TensorSpec(LAST_POSITION, "int32", ("rows",)),
             TensorSpec(TOTAL_LENGTH, "int32", (1,)),
         ],
     }
+    grows = spec.cache.grows
     inputs = [
-        TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
+        TensorSpec(TARGET_IDS, "int64", ("rows", "target_len" if grows else 1)),
         TensorSpec(SOURCE_MASK, "bool", ("batch", "source_len")),
         *spec.cross.tensors("cross", "batch", "source_len"),
         *spec.cache.tensors("past", "rows", "past_len" if variant == "concat" else "capacity"),
-        *positions[variant],
+        *(positions[variant] if grows else lengths),
         *([TensorSpec(LOGITS_TO_KEEP, "int64", (1,))] if speculation else []),
         TensorSpec(NUM_CANDIDATES, "int64", (1,)),
     ]

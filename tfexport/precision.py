@@ -12,6 +12,7 @@ QuantizedWeights = Literal["int8", "int4"]
 Accuracy = Precision | WeightType
 
 DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
+ITEM_BYTES: dict[DType, int] = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,11 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
         assert [part.pop(name) for name in ("head", "labels", "pooling")] == ["none", [], "mean"]
     scaling = [written["config"].pop(f"rotary_{name}") for name in ("scaling", "factor", "original_length")]
     assert scaling == ["none", 8.0, 8192]
+    assert written["spec"].pop("state_width") == 0
     own = ("d_model", "embedding_scale", "embedding_norm", "norm_eps", "activation", "feed_forward")
     for side in ("encoder", "decoder"):
         assert written["config"][side].pop("parallel") == "none"
+        assert written["config"][side].pop("mixer") == "attention"
         assert {written["config"][side].pop(name) for name in own} == {None}
     assert written == expected
     assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest

@@ -15,9 +15,8 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import ModelSpec
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
-from tfexport.precision import FLOAT
+from tfexport.precision import FLOAT, ITEM_BYTES
 from tfexport.runtime.registry import LoadOptions, open_session
-from tfexport.tensorrt.session._resources import ITEM_BYTES
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
 Setting = tuple[int, int]

@@ -15,11 +15,10 @@ from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import Device
-from tfexport.precision import FLOAT, Precision
+from tfexport.precision import FLOAT, ITEM_BYTES, Precision
 from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.registry import Graphs, LoadOptions, open_session
 from tfexport.tensorrt.config import Target
-from tfexport.tensorrt.session._resources import ITEM_BYTES
 
 # Random weights of the paper's base model: its decodes seldom end by themselves.
 MEASURED = "paper-base"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests import tiny
 from tests.tiny import VARIANTS, VOCAB
-from tfexport.nn.cache import ConcatCache, Cross, KeyValue, RowCache, Source
+from tfexport.nn.cache import ConcatCache, Cross, Source, StateCache, row_cache
+from tfexport.nn.config import model_spec
 from tfexport.nn.transformer import Transformer
 
 # Relative to the largest logit; float64 on both sides.
@@ -41,7 +42,10 @@ def test_steps_equal_full_forward(model: Transformer, passes: list[int], beams: 
     expected = model(source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids)
     cross, cache = Cross(model.encode(source_ids, Source(source_mask)), source_mask), None
     for newest, position in zip(target_ids.split(passes, 1), accumulate(passes), strict=True):
-        cache = ConcatCache(cache.present, newest) if cache else model.empty_cache(newest)
+        if isinstance(cache, StateCache):
+            cache = StateCache(cache.present, newest, newest.new_full((len(newest),), position - newest.shape[1]))
+        else:
+            cache = ConcatCache(cache.present, newest) if cache else model.empty_cache(newest)
         assert_close(model.decode_step(newest, cross, cache), expected[:, position - 1])
 
 
@@ -54,20 +58,19 @@ def test_rows_at_different_positions_equal_single_rows(model: Transformer, beams
     rows = source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids
     expected = model(*rows)
     cross = Cross(model.encode(source_ids, Source(source_mask)), source_mask)
-    heads, d_k, d_v = model.config.num_kv_heads("decoder"), model.config.d_k("decoder"), model.config.d_v("decoder")
-    key, value = (torch.randn(3, len(target_ids), heads, 24, width, dtype=torch.float64) for width in (d_k, d_v))
-    buffers = list(map(KeyValue, key, value))
-    places = [(buffer.key.data_ptr(), buffer.value.data_ptr()) for buffer in buffers]
+    kind = model_spec(model.config, "fp32").cache
+    buffers = [torch.randn(shape, dtype=torch.float64) for shape in kind.shapes(len(target_ids), 24)]
+    places = [buffer.data_ptr() for buffer in buffers]
     lengths = torch.zeros(len(target_ids), dtype=torch.int64)
     joins = torch.arange(len(target_ids)) * 2
     for step, target_len in enumerate((1, 2, 1, 1, 3, 1, 1, 1)):
         lengths[joins == step] = 0  # the row joins
         newest = target_ids.gather(1, lengths[:, None] + torch.arange(target_len))
-        logits = model.decode_step(newest, cross, RowCache(buffers, newest, lengths))
+        logits = model.decode_step(newest, cross, row_cache(kind, buffers, newest, lengths))
         lengths += target_len
         assert_close(logits, expected[torch.arange(len(target_ids)), lengths - 1])
     assert len(set(lengths.tolist())) >= 3
-    assert places == [(buffer.key.data_ptr(), buffer.value.data_ptr()) for buffer in buffers]
+    assert places == [buffer.data_ptr() for buffer in buffers]
 
 
 sources = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), min_size=1, max_size=4)

@@ -140,7 +140,9 @@ def test_a_source_decodes_the_same_alone_and_in_a_batch(name: str) -> None:
     together, keep = model(x, mask, target_ids), position_mask(kind, mask)
     stepped = model.decode_step(target_ids, Cross(model.encode(x, Source(mask)), keep), model.empty_cache(target_ids))
     assert (stepped - together[:, -1]).abs().max() < TOLERANCE * together.abs().max()
-    weights = align(model, AlignmentHeads(layer=1, heads=(0, 2)), kind, sources(config), target_ids)
+    weights = align(
+        model, AlignmentHeads(layer=1, heads=(0, 2)), model_spec(config, "fp32"), sources(config), target_ids
+    )
     assert weights.shape == (*target_ids.shape, keep.shape[1])
     assert not weights.masked_select(~keep[:, None]).any()
     for row in range(3):

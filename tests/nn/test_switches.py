@@ -24,6 +24,7 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "encoder.final_norm": (BASE, {"encoder": replace(BASE.encoder, final_norm=True)}),
     "decoder.final_norm": (BASE, {"decoder": replace(BASE.encoder, final_norm=True)}),
     "embedding_norm": (BASE, {"embedding_norm": True}),
+    "mixer": (BASE, {"decoder": replace(BASE.encoder, mixer="ssru")}),
     "norm std": (BASE, {"norm": "std"}),
     "norm rms": (BASE, {"norm": "rms"}),
     "norm_eps": (BASE, {"norm_eps": 1e-2}),

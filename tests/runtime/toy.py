@@ -74,11 +74,17 @@ class ToyBatch(CheckedBatch):
         found = []
         for row, (history, token) in enumerate(zip(self._histories, target_ids.tolist(), strict=True)):
             history.append(token)
-            source = self._sources[row // self.width]
-            cross = {name: value for name, value in source.items() if name != "source_mask"}
-            past = {name.replace("cross", "past"): value[:, :, :0] for name, value in cross.items()}
-            feed = {"target_ids": np.array([history]), "num_candidates": np.array([num_candidates])}
-            found.append(self._session.run("decoder", {**feed, **source, **past})[1:4])
+            kind, feed = self._spec.cache, {"num_candidates": np.array([num_candidates])}
+            feed |= self._sources[row // self.width]
+            feed |= dict(zip(kind.names("past"), (np.zeros(s, kind.dtype) for s in kind.shapes(1, 0)), strict=True))
+            if kind.grows:
+                outputs = self._session.run("decoder", {**feed, "target_ids": np.array([history])})
+            else:
+                for place, read in enumerate(history):
+                    new = {"target_ids": np.array([[read]]), "cache_lengths": np.array([place])}
+                    outputs = self._session.run("decoder", {**feed, **new})
+                    feed |= dict(zip(kind.names("past"), outputs[4:], strict=True))
+            found.append(outputs[1:4])
         token_ids, logits, log_normalizer = (np.concatenate(part) for part in zip(*found, strict=True))
         self._measure()
         return Candidates(token_ids, logits, log_normalizer[:, 0])

@@ -32,7 +32,7 @@ from tfexport.contract import AlignmentHeads, GraphSpec, ModelSpec, TensorSpec, 
 from tfexport.errors import GraphError, first_line
 from tfexport.export.decoders import VARIANTS
 from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
-from tfexport.nn.cache import KeyValue, Source
+from tfexport.nn.cache import Source, StateCache, flattened, paired
 from tfexport.nn.eager import align
 from tfexport.nn.source import encoder_inputs, position_mask
 from tfexport.sources import SOURCE_LEN
@@ -72,7 +72,7 @@ def trace_encoder(
                 return [states.float()]
             returned = position_mask(spec.source, mask)
             return [states.float(), model.classify(states, returned).float()]
-        return _flat(model.encode(x, source(mask)))
+        return flattened(model.encode(x, source(mask)))
 
     method = "encode" if spec.has_decoder else "hidden_states"
     return _trace(_Function(model, encode), contract.encoder_graph(spec), opset, method, spec)
@@ -82,14 +82,16 @@ def trace_decoder(
     model: nn.Module, spec: ModelSpec, variant: Variant, opset: int, *, speculation: bool = False
 ) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens."""
-    kind = VARIANTS[variant]
+    kind, grows = VARIANTS[variant], spec.cache.grows
     cross_names, past_names, present = spec.cross.names("cross"), *map(spec.cache.names, ("past", "present"))
 
     def step(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         target_ids, source_mask = inputs.pop(contract.TARGET_IDS), inputs.pop(contract.SOURCE_MASK)
-        cross, past = (_pairs([inputs.pop(name) for name in names]) for names in (cross_names, past_names))
-        cache = kind.cache(past, target_ids, **inputs)
-        return [model.decode_step(target_ids, kind.cross(cross, source_mask), cache), *_flat(cache.present)]
+        cross, past = ([inputs.pop(name) for name in names] for names in (cross_names, past_names))
+        make: Any = kind.cache if grows else StateCache
+        cache = make(paired(past) if grows else past, target_ids, **inputs)
+        logits = model.decode_step(target_ids, kind.cross(paired(cross), source_mask), cache)
+        return [logits, *flattened(cache.present)]
 
     graph = contract.decoder_graph(spec, variant)
     expected = GraphSpec(
@@ -109,17 +111,9 @@ def trace_alignment(model: nn.Module, spec: ModelSpec, heads: AlignmentHeads, op
 
     def function(model: Any, inputs: dict[str, Tensor]) -> Tensor:
         *source, target_ids = inputs.values()
-        return align(model, heads, spec.source, source, target_ids)
+        return align(model, heads, spec, source, target_ids)
 
     return _trace(_Function(model, function), contract.alignment_graph(spec), opset, "alignment", spec)
-
-
-def _flat(pairs: Sequence[KeyValue]) -> list[Tensor]:
-    return [tensor for pair in pairs for tensor in (pair.key, pair.value)]
-
-
-def _pairs(tensors: Sequence[Tensor]) -> list[KeyValue]:
-    return [KeyValue(key, value) for key, value in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
 def _trace(module: nn.Module, expected: GraphSpec, opset: int, subject: str, spec: ModelSpec) -> ir.Model:

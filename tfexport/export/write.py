@@ -48,6 +48,8 @@ def write_graphs(
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
     model = copy.deepcopy(model, shared).to(dtype)
     supported = _supported(variants, model, spec, report)
+    if speculation and not spec.cache.grows:
+        raise GraphError("speculation: a step cannot take tokens back from the states of this model; omit it")
     if speculation and "contrib" not in supported:
         raise GraphError("speculation: needs the contrib variant, which this export does not have; omit it")
     report("tracing the encoder")

@@ -1,6 +1,6 @@
-"""Define attention and the caches of the decoder.
+"""Define attention, recurrences and the caches of the decoder.
 
-A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. The decoder
+A layer projects and calls `attend` or `recur`; the object that it calls decides what is stored and how. The decoder
 variants in `tfexport.export.decoders` are subclasses. New tokens share one axis, [rows · target_len, heads, head_dim];
 stored keys and values have the heads first.
 
@@ -17,6 +17,8 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from tfexport.contract import CacheKind
 
 # Finite, so that a fully masked row is not NaN, and within the range of float16.
 MASK_FILL = -1e4
@@ -148,6 +150,113 @@ class RowCache(Cache):
         for stored, added in ((buffer.key, new.key), (buffer.value, new.value)):
             stored[self._rows, :, self.positions] = added.transpose(1, 2)
         return KeyValue(buffer.key[:, :, : self.key_len], buffer.value[:, :, : self.key_len])
+
+
+class StateCache:
+    """One state for each recurrent layer, [rows, width], float32 or wider.
+
+    There is no state before position 0, whatever `past` holds, so a new row needs no preparation.
+    """
+
+    key_len = 0
+
+    def __init__(
+        self, past: Sequence[Tensor], target_ids: Tensor, cache_lengths: Tensor, *, longest: int | None = None
+    ) -> None:
+        """Begin a pass; `cache_lengths`, int64 [rows], counts the tokens that rows have read.
+
+        A trace with a variable number of new tokens needs the largest one, `longest`.
+        """
+        self.past, self.present = past, list[Tensor]()
+        self.positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1], device=target_ids.device)
+        self._longest = target_ids.shape[1] if longest is None else longest
+        self._has_past = self.positions[:, :1] > 0
+
+    def recur(self, layer: int, factor: Tensor, term: Tensor) -> Tensor:
+        """Store and return state = factor · state + term after each new token.
+
+        All are [rows · len, width]. It is called once for each layer, in order.
+        """
+        before, dtype = torch.where(self._has_past, self.past[layer], 0), factor.dtype
+        factor, term = factor.to(before.dtype), term.to(before.dtype)
+        if self._longest == 1:
+            states = newest = factor * before + term
+        else:
+            rows = before.shape[0]
+            factor, term = linear_scan(
+                factor.view(rows, -1, factor.shape[1]), term.view(rows, -1, term.shape[1]), self._longest
+            )
+            states = factor * before[:, None] + term
+            states, newest = states.flatten(0, 1), states[:, -1]
+        self.present.append(newest)
+        return states.to(dtype)
+
+
+class RowStateCache(StateCache):
+    """States that are updated in place."""
+
+    def recur(self, layer: int, factor: Tensor, term: Tensor) -> Tensor:
+        """See `StateCache.recur`."""
+        states = super().recur(layer, factor, term)
+        self.past[layer].copy_(self.present[layer])
+        return states
+
+
+def linear_scan(factor: Tensor, term: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Join the steps x → factor · x + term of each token and all tokens before it.
+
+    Both are [rows, len, width]; `longest` is an upper bound of len. Doubling the number of joined steps takes
+    log₂(longest) additions, which are as exact as one after the other: no factor is divided by.
+    """
+    joined = 1
+    while joined < longest:
+        earlier_factor, earlier_term = (
+            F.pad(part, (0, 0, joined, 0), value=neutral)[:, : part.shape[1]]
+            for part, neutral in ((factor, 1.0), (term, 0.0))
+        )
+        factor, term = factor * earlier_factor, factor * earlier_term + term
+        joined *= 2
+    return factor, term
+
+
+def empty_cache(
+    kind: CacheKind, target_ids: Tensor, like: Tensor, *, dropout: float = 0.0, longest: int | None = None
+) -> ConcatCache | StateCache:
+    """Return a cache without past for the first tokens, int64 [rows, target_len].
+
+    Keys and values have the type and device of `like`; `longest` is that of `StateCache`.
+    """
+    rows = target_ids.shape[0]
+    past = empty_buffers(kind, rows, 0, like)
+    if kind.grows:
+        return ConcatCache(paired(past), target_ids, dropout=dropout)
+    return StateCache(past, target_ids, target_ids.new_zeros(rows), longest=longest)
+
+
+def empty_buffers(kind: CacheKind, rows: int, length: int, like: Tensor) -> list[Tensor]:
+    """Return zeros for some rows and tokens, with the device and precision of `like`."""
+    dtype = like.dtype if kind.grows else torch.promote_types(like.dtype, torch.float32)
+    return [like.new_zeros(shape, dtype=dtype) for shape in kind.shapes(rows, length)]
+
+
+def row_cache(
+    kind: CacheKind, buffers: Sequence[Tensor], target_ids: Tensor, lengths: Tensor
+) -> RowCache | RowStateCache:
+    """Return a cache that updates buffers in place; `lengths` as in `RowCache`."""
+    if kind.grows:
+        return RowCache(paired(buffers), target_ids, lengths)
+    return RowStateCache(buffers, target_ids, lengths)
+
+
+def paired(tensors: Sequence[Tensor]) -> list[KeyValue]:
+    """Join alternating keys and values."""
+    return [KeyValue(key, value) for key, value in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def flattened(stored: Sequence[KeyValue | Tensor]) -> list[Tensor]:
+    """Return keys and values in turn, or states as they are."""
+    parts = ((one,) if isinstance(one, Tensor) else (one.key, one.value) for one in stored)
+    return [part for each in parts for part in each]
 
 
 def split_rows(x: Tensor, rows: int) -> Tensor:

@@ -11,6 +11,7 @@ from tfexport.nn.switches import (
     SWITCHES,
     Activation,
     FeedForward,
+    Mixer,
     Norm,
     NormPlace,
     Parallel,
@@ -104,6 +105,9 @@ class StackConfig(Config, subject="stack"):
     d_ff: Size
     norm_place: Annotated[NormPlace, Help("norm(x + f(x)); x + f(norm(x)); x + norm(f(norm(x)))")]
     final_norm: Annotated[bool, Help("a norm after the last layer")]
+    mixer: Annotated[
+        Mixer, Help("self-attention, or in a decoder `ssru`: c = f · c + (1 − f) · W x, f = σ(V x + b), then relu(c)")
+    ] = "attention"
     d_k: Annotated[Size | None, Help("width of a head's queries and keys; None: d_model / num_heads")] = None
     d_v: Annotated[Size | None, Help("width of a head's values; None: d_model / num_heads")] = None
     num_kv_heads: Annotated[Heads | None, Help("neighboring heads share keys and values; None: num_heads")] = None
@@ -218,6 +222,11 @@ class TransformerConfig(Config, subject="model"):
         if self.speech and max(self.speech.ids, default=-1) >= (self.target_vocab or 0):
             yield f"speech has the id {max(self.speech.ids)}, expected below target_vocab {self.target_vocab or 0}"
         yield from self._decoder_problems()
+        if self.encoder.mixer != "attention":
+            yield f"encoder.mixer is {self.encoder.mixer}, which only a decoder can have; use attention"
+        if self.relative_bias != "none" and self.decoder and self.decoder.mixer != "attention":
+            remedy = "which has no scores to add it to; set relative_bias to none"
+            yield f"relative_bias is {self.relative_bias} with decoder.mixer {self.decoder.mixer}, {remedy}"
 
     def _source_problems(self) -> Iterator[str]:
         given = [name for name in ("source_vocab", "features", "image") if getattr(self, name)]
@@ -343,6 +352,7 @@ def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:
         head_dim=config.d_k("decoder"),
         value_dim=config.d_v("decoder"),
         kv_heads=config.decoder.num_kv_heads,
+        state_width=0 if config.decoder.mixer == "attention" else config.d_model,
         max_target_length=config.max_target_length or 0,
         speech=config.speech,
     )

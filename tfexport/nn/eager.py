@@ -10,10 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tfexport.contract import AlignmentHeads
-from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, attention_weights, split_rows
+from tfexport.contract import AlignmentHeads, ModelSpec
+from tfexport.nn.cache import (
+    Cache,
+    Cross,
+    KeyValue,
+    Source,
+    StateCache,
+    attention_weights,
+    empty_cache,
+    split_rows,
+)
 from tfexport.nn.source import encoder_inputs, position_mask
-from tfexport.sources import SourceKind
 
 # Returns logits [batch, target_len, vocab], or without a decoder states [batch, source_len, d_model].
 Reference = Callable[..., Tensor]
@@ -62,7 +70,7 @@ class EncoderDecoder(Protocol):
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
         """Return the cross-attention keys and values of each decoder layer."""
 
-    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache | StateCache) -> Tensor:
         """Return the logits of the last position, float32 [rows, vocab]."""
 
 
@@ -88,16 +96,15 @@ class AlignedCross(Cross):
 
 
 def align(
-    model: EncoderDecoder, selected: AlignmentHeads, kind: SourceKind, inputs: Sequence[Tensor], target_ids: Tensor
+    model: EncoderDecoder, selected: AlignmentHeads, spec: ModelSpec, inputs: Sequence[Tensor], target_ids: Tensor
 ) -> Tensor:
     """Return the attention of whole targets to the source.
 
     `selected` is a result of `AlignmentHeads.within`, and `inputs` are those of the encoder graph. The weights are
     float32 [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.
     """
-    x, mask = encoder_inputs(kind, inputs)
-    cross = AlignedCross(model.encode(x, Source(mask)), position_mask(kind, mask), selected)
-    # Self-attention has the same heads and widths as cross-attention, so an empty slice of it is an empty past.
-    past = [KeyValue(cached.key[:, :, :0], cached.value[:, :, :0]) for cached in cross.key_values]
-    model.decode_step(target_ids, cross, ConcatCache(past, target_ids))
+    x, mask = encoder_inputs(spec.source, inputs)
+    cross = AlignedCross(model.encode(x, Source(mask)), position_mask(spec.source, mask), selected)
+    like, longest = cross.key_values[0].key, spec.max_target_length
+    model.decode_step(target_ids, cross, empty_cache(spec.cache, target_ids, like, longest=longest))
     return cross.alignment.float()

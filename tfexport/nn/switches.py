@@ -15,6 +15,7 @@ Value = bool | int | float | str | None
 Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "attention", "cross-attention", "output"]
 
 NormPlace = Literal["post", "pre", "sandwich"]
+Mixer = Literal["attention", "ssru"]
 Parallel = Literal["none", "self", "cross"]
 Norm = Literal["layernorm", "std", "rms"]
 Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "quick_gelu", "relu2"]
@@ -45,6 +46,7 @@ _rotary = partial(Switch, acts="positions", where=_ROTARY, rare=True)
 
 SWITCHES: dict[str, Switch] = {
     "norm_place": Switch(values=get_args(NormPlace), acts="residual", per_side=True, search=("post", "pre")),
+    "mixer": Switch(values=get_args(Mixer), acts="attention", default="attention", per_side=True),
     "parallel": Switch(values=get_args(Parallel), acts="residual", default="none", per_side=True),
     "final_norm": Switch(values=bool, acts="norm", default=False, per_side=True),
     "embedding_norm": Switch(values=bool, acts="embedding", default=False),

@@ -1,10 +1,11 @@
 """The canonical encoder-decoder transformer, the reference for every stage.
 
 State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`, `.emb_norm`, `.rel_bias.weight`, `.norm`,
-`.layers.{i}.{self,cross}.{q,k,v,o,q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`, `.layers.{i}.rel_bias.weight`,
-`.layers.{i}.ffn.{fc1,fc2,gate}`; `out`, `head`. Instead of `enc.embed`, a model of features has
-`enc.front.layers.{i}.{conv,norm}` and `enc.front.proj`, one of images `enc.front.conv` and `enc.front.tokens`
-[class_tokens, d_model]. Internally, all tokens share one axis, [rows · len, d_model].
+`.layers.{i}.{self,cross}.{q,k,v,o,q_norm,k_norm}`, `.layers.{i}.self.{forget,update}`,
+`.layers.{i}.{norm,post_norm}1..3`, `.layers.{i}.rel_bias.weight`, `.layers.{i}.ffn.{fc1,fc2,gate}`; `out`, `head`.
+Instead of `enc.embed`, a model of features has `enc.front.layers.{i}.{conv,norm}` and `enc.front.proj`, one of images
+`enc.front.conv` and `enc.front.tokens` [class_tokens, d_model]. Internally, all tokens share one axis,
+[rows · len, d_model].
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from torch.overrides import TorchFunctionMode
 from tfexport.contract import Pooling
 from tfexport.errors import ConfigError, raise_all
 from tfexport.nn.attention import MultiHeadAttention
-from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
-from tfexport.nn.config import Side, TransformerConfig
+from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, StateCache, empty_cache
+from tfexport.nn.config import Side, TransformerConfig, model_spec
 from tfexport.nn.front import front_end
 from tfexport.nn.layers import FeedForward, LayerNorm
 from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
+from tfexport.nn.recurrence import SSRU
 
 _rotary = functools.lru_cache(maxsize=256)(Rotary)
 _INITIALIZERS = {nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_}
@@ -44,7 +46,8 @@ class Block(nn.Module):
         is_sandwich = stack.norm_place == "sandwich"
         self.residual_scale = stack.residual_scale
         self.dropout = nn.Dropout(config.dropout)
-        self.self = _attention(config, side)
+        has_attention = stack.mixer == "attention"
+        self.self = _attention(config, side) if has_attention else SSRU(config.width(side))
         self.norm1 = LayerNorm(config, side)
         self.norm2 = LayerNorm(config, side)
         self.post_norm1 = LayerNorm(config, side) if is_sandwich else None
@@ -207,17 +210,15 @@ class Transformer(nn.Module):
         """Encode sources to the cross-attention keys and values of each decoder layer."""
         return self._cross(*self._encode(x, source))
 
-    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache | StateCache) -> Tensor:
         """Return the logits of the last position, float32 or wider [rows, target_vocab]."""
         hidden = self._decode(target_ids, cross, cache)
         return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])  # type: ignore[no-untyped-call]
 
-    def empty_cache(self, target_ids: Tensor, *, dropout: float = 0.0) -> ConcatCache:
+    def empty_cache(self, target_ids: Tensor, *, dropout: float = 0.0) -> ConcatCache | StateCache:
         """Return a cache without past for the first tokens, int64 [rows, target_len]."""
-        heads, like = self.config.num_kv_heads("decoder"), self._decoder.embed.weight
-        widths = self.config.d_k("decoder"), self.config.d_v("decoder")
-        past = KeyValue(*(like.new_zeros(len(target_ids), heads, 0, width) for width in widths))
-        return ConcatCache([past] * len(self._decoder.layers), target_ids, dropout=dropout)
+        kind = model_spec(self.config, "fp32").cache
+        return empty_cache(kind, target_ids, self._decoder.embed.weight, dropout=dropout)
 
     def shorten(self, max_source_length: int | None, max_target_length: int | None) -> None:
         """Limit the lengths and cut the position tables; None keeps a length."""
@@ -256,7 +257,7 @@ class Transformer(nn.Module):
         rotation = self._decoder.rotation(positions, batch) if self.config.rotary_cross else None
         return [block.cross.key_value(states, batch, rotation) for block in self._decoder.blocks]
 
-    def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+    def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache | StateCache) -> Tensor:
         dec = self._decoder
         biases = dec.biases(cache.positions, cache.key_len)
         rotation = dec.rotation(cache.positions, target_ids.shape[0])

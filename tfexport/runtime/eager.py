@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import HIDDEN_STATES, WEIGHTS, AlignmentHeads, ModelSpec
 from tfexport.errors import BackendError, BundleError
-from tfexport.nn.cache import Cross, KeyValue, RowCache, Source
+from tfexport.nn.cache import Cross, Source, empty_buffers, flattened, paired, row_cache
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_weights
 from tfexport.nn.eager import EagerModel, align
@@ -66,7 +66,7 @@ class EagerSession(CheckedAligner):
         model = self.open_model()
         assert self._alignment is not None
         *inputs, ids = _inputs(model, *sources.inputs.values(), target_ids)
-        weights: Floats = align(model, self._alignment, sources.kind, inputs, ids).cpu().numpy()
+        weights: Floats = align(model, self._alignment, self.spec, inputs, ids).cpu().numpy()
         return weights
 
     def close(self) -> None:
@@ -87,25 +87,24 @@ class EagerBatch(CheckedScoring):
         self._session = session
         self._device = next(session.open_model().parameters()).device
         self._source_mask = self._tensor(np.empty((0, 0), np.bool_))
-        self._cross: list[KeyValue] = []  # of each layer, [sources, heads, source_len, …]
-        self._past: list[KeyValue] = []  # of each layer, [rows, heads, capacity, …]
+        self._kind, self._capacity = session.spec.cache, FIRST_CAPACITY
+        self._cross: list[Tensor] = []  # keys and values of each layer, [sources, heads, source_len, …]
+        self._past: list[Tensor] = []  # of each layer, keys and values [rows, heads, capacity, …] or a state
 
     @torch.inference_mode()
     def _add(self, sources: Sources, prompts: Prompts) -> None:
         new, mask = len(sources), self._tensor(sources.mask)
         x, x_mask = encoder_inputs(sources.kind, [self._tensor(array) for array in sources.inputs.values()])
-        cross = self._session.open_model().encode(x, Source(x_mask))
+        cross = flattened(self._session.open_model().encode(x, Source(x_mask)))
         first, length = self.lengths.size, max(sources.source_len, self._source_mask.shape[1])
         if not self._cross:
             self._cross, self._source_mask = cross, mask
-            # Zeros, because masked places must be finite.
-            rows = new * self.width
-            self._past = _map(lambda p: p.new_zeros(rows, p.shape[1], FIRST_CAPACITY, p.shape[3]), cross)
+            self._past = empty_buffers(self._kind, 0, self._capacity, cross[0])
         else:
-            self._cross = _map(lambda *parts: torch.cat([_grown(p, len(p), length) for p in parts]), self._cross, cross)
-            masks = [F.pad(part, (0, length - part.shape[1])) for part in (self._source_mask, mask)]
-            self._source_mask = torch.cat(masks)
-            self._grow_past(first + new * self.width, self._past[0].key.shape[2])
+            pairs = zip(self._cross, cross, strict=True)
+            self._cross = [torch.cat([_grown(part, (len(part), -1, length, -1)) for part in pair]) for pair in pairs]
+            self._source_mask = torch.cat([_grown(part, (-1, length)) for part in (self._source_mask, mask)])
+        self._grow_past(first + new * self.width)
         self.lengths = np.concatenate((self.lengths, np.zeros(new * self.width, np.int64)))
         self._read(first, prompts)
 
@@ -148,21 +147,22 @@ class EagerBatch(CheckedScoring):
     def _run(self, sources: slice, rows: slice, target_ids: Ids) -> Tensor:
         """Read tokens of some rows; return the logits of the last, float32 [rows, vocab]."""
         lengths, ids = self.lengths[rows], self._tensor(target_ids)
-        capacity, needed = self._past[0].key.shape[2], int(lengths.max()) + target_ids.shape[1]
-        if needed > capacity:
-            self._grow_past(len(self.lengths), max(2 * capacity, needed))
-        cache = RowCache(_map(lambda part: part[rows], self._past), ids, self._tensor(lengths))
-        cross = Cross(_map(lambda part: part[sources], self._cross), self._source_mask[sources])
+        if (needed := int(lengths.max()) + target_ids.shape[1]) > self._capacity:
+            self._capacity = max(2 * self._capacity, needed)
+            self._grow_past(len(self.lengths))
+        cache = row_cache(self._kind, [part[rows] for part in self._past], ids, self._tensor(lengths))
+        cross = Cross(paired([part[sources] for part in self._cross]), self._source_mask[sources])
         logits: Tensor = self._session.open_model().decode_step(ids, cross, cache).float()
         self.lengths[rows] += target_ids.shape[1]
         return logits
 
-    def _grow_past(self, rows: int, length: int) -> None:
-        self._past = _map(lambda part: _grown(part, rows, length), self._past)
+    def _grow_past(self, rows: int) -> None:
+        shapes = self._kind.shapes(rows, self._capacity)
+        self._past = [_grown(part, shape) for part, shape in zip(self._past, shapes, strict=True)]
 
-    def _take(self, caches: Sequence[KeyValue], rows: Ids) -> list[KeyValue]:
+    def _take(self, caches: Sequence[Tensor], rows: Ids) -> list[Tensor]:
         places = self._tensor(rows)
-        return _map(lambda part: part.index_select(0, places), caches)
+        return [part.index_select(0, places) for part in caches]
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.tensor(array, device=self._device)
@@ -185,16 +185,10 @@ def _best(logits: Tensor, k: int) -> Tensor:
     return ids.gather(1, order)
 
 
-def _map(function: Callable[..., Tensor], *caches: Sequence[KeyValue]) -> list[KeyValue]:
-    """Apply a function to the keys and to the values of every layer."""
-    return [
-        KeyValue(function(*(one.key for one in layer)), function(*(one.value for one in layer)))
-        for layer in zip(*caches, strict=True)
-    ]
-
-
-def _grown(part: Tensor, rows: int, length: int) -> Tensor:
-    return F.pad(part, (0, 0, 0, length - part.shape[2], 0, 0, 0, rows - part.shape[0]))
+def _grown(part: Tensor, shape: Sequence[int]) -> Tensor:
+    # Zeros, because masked places must be finite. A size of -1 stays.
+    added = [(0, 0 if size < 0 else size - old) for old, size in zip(part.shape, shape, strict=True)]
+    return F.pad(part, [number for pair in added[::-1] for number in pair])
 
 
 @torch.inference_mode()

@@ -232,6 +232,20 @@ def prefilled(prompts: Prompts) -> Ids:
     return np.array(rows, np.int64).reshape(len(rows), longest)
 
 
+def prefill_pieces(prompts: Prompts, *, one_by_one: bool) -> list[tuple[Ids, Ids]]:
+    """Return the runs of a prefill: tokens [prompts, len] and lengths [prompts].
+
+    The lengths are those of the rows before a run. Decoders with states read tokens one by one. Rows of shorter
+    prompts begin later: until then they read their first token at length 0, which leaves nothing in a state.
+    """
+    if not one_by_one:
+        return [(prefilled(prompts), np.zeros(len(prompts), np.int64))]
+    lengths = np.array([len(prompt) - 1 for prompt in prompts])
+    longest = int(lengths.max())
+    places = [(lengths - longest + step).clip(0) for step in range(longest)]
+    return [(np.array([[p[at]] for p, at in zip(prompts, place, strict=True)]), place) for place in places]
+
+
 def given_candidates(next_ids: Ids, logits: Floats, log_normalizer: Floats) -> Candidates:
     """Return the given tokens, [rows], as candidates from logits [rows, vocab]."""
     token_ids = next_ids[:, None]

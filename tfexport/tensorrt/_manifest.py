@@ -84,8 +84,8 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
         for name, plan in self.plans.items():
             if plan.file != f"{name}.plan":
                 yield f"plans.{name}.file is {shortened(plan.file)}, expected {name}.plan"
-            if len(plan.profiles) != num_profiles(name):
-                yield f"plans.{name} has {len(plan.profiles)} profiles, expected {num_profiles(name)}"
+            if len(plan.profiles) != (expected_profiles := num_profiles(name, plan.inputs)):
+                yield f"plans.{name} has {len(plan.profiles)} profiles, expected {expected_profiles}"
 
     @property
     def files(self) -> dict[str, FileEntry]:

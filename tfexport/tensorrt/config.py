@@ -1,12 +1,12 @@
 """Configure engine builds: options, shape limits and optimization profiles."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
-from tfexport.contract import DECODER, ENCODER, REORDER, GraphSpec, ModelSpec, Variant, graph_contract
+from tfexport.contract import DECODER, ENCODER, REORDER, GraphSpec, ModelSpec, TensorSpec, Variant, graph_contract
 from tfexport.precision import Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -129,14 +129,24 @@ def plan_contract(plan: str, spec: ModelSpec, variant: Variant | None) -> GraphS
     return graph_contract(spec, plan if variant is None or plan in (ENCODER, REORDER) else DECODER[variant])
 
 
-def num_profiles(plan: str) -> int:
-    """Return the number of profiles: step and prefill for a decoder, one for others."""
-    return 1 if plan in (ENCODER, REORDER) else 2
+def num_profiles(plan: str, inputs: Iterable[TensorSpec]) -> int:
+    """Return the number of profiles: two for a decoder that reads prompts at once."""
+    return 2 if plan not in (ENCODER, REORDER) and any("target_len" in tensor.shape for tensor in inputs) else 1
+
+
+def updates_in_place(spec: ModelSpec, variant: Variant | None) -> bool:
+    """Return whether decoders write new keys and values where they read others."""
+    return variant == "static" and spec.cache.grows
+
+
+def concatenates(spec: ModelSpec, variant: Variant | None) -> bool:
+    """Return whether decoders return longer caches, so all rows need one length."""
+    return variant == "concat" and spec.cache.grows
 
 
 def cache_aliases(plan: str, spec: ModelSpec, variant: Variant | None) -> dict[str, str]:
     """Map outputs to inputs of the caches that a plan writes in place."""
-    if variant != "static" or plan in (ENCODER, REORDER):
+    if not updates_in_place(spec, variant) or plan in (ENCODER, REORDER):
         return {}
     return dict(zip(spec.cache.names("present"), spec.cache.names("past"), strict=True))
 

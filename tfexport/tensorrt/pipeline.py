@@ -22,7 +22,6 @@ from tfexport.bundle.manifest import ENGINES
 from tfexport.contract import REORDER, ModelSpec
 from tfexport.export.graph_file import weight_bytes
 from tfexport.export.memory import activation_bytes
-from tfexport.precision import FLOAT
 from tfexport.tensorrt._library import load_library
 from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.build.builder import build_engine, builder_flags
@@ -157,13 +156,11 @@ def estimate_engines(
 
 def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
     """Return the bytes of the KV caches of a full batch with beams."""
-    item = 4 if FLOAT[spec.precision] == "float32" else 2
-    token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * item
-    # The target's caches count twice, because a step of the concat variant and a reorder of beams copy them.
-    longest = 2 * limits.max_target_length + limits.max_source_length
-    # One cache at a time is enlarged, through a scratch buffer.
-    one = spec.cache_heads * max(spec.head_dim, spec.value_dim) * item
-    return limits.max_batch * (token * longest + one * max(limits.max_target_length, limits.max_source_length))
+    cross = spec.cross.num_bytes(limits.max_batch, limits.max_source_length)
+    target = spec.cache.num_bytes(limits.max_batch, limits.max_target_length)
+    # The target's caches count twice, because a step of the concat variant and a reorder of beams copy them. One cache
+    # at a time is enlarged, through a scratch buffer.
+    return sum(cross) + 2 * sum(target) + max(cross + target, default=0)
 
 
 def resolve_build(

@@ -187,6 +187,27 @@ def test_sides_may_differ_in_heads() -> None:
     assert (found.config.encoder.num_heads, found.config.decoder.num_heads) == (4, 2)
 
 
+def test_a_recurrent_decoder_with_the_names_of_marian() -> None:
+    """Marian stores matrices [in, out] and biases [1, out]; heads are those of cross-attention."""
+    model = tiny.model(tiny.VARIANTS["ssru"], dtype=torch.float32)
+    tensors = state(model)
+    for layer in (0, 1):
+        ours, theirs = f"dec.layers.{layer}.self", f"decoder_l{layer + 1}_rnn"
+        tensors[f"{theirs}_W"] = tensors.pop(f"{ours}.update.weight").T
+        tensors[f"{theirs}_Wf"] = tensors.pop(f"{ours}.forget.weight").T
+        tensors[f"{theirs}_bf"] = tensors.pop(f"{ours}.forget.bias")[None]
+    lines = (
+        *(line.replace("{enc,dec}.layers.{i}.self", "enc.layers.{i}.self") for line in IDENTITY.map),
+        "decoder_l{i+1}_rnn_{W,Wf} -> dec.layers.{i}.self.{update,forget}.weight |> transpose",
+        "decoder_l{i+1}_rnn_bf -> dec.layers.{i}.self.forget.bias |> squeeze",
+    )
+    layout = replace(IDENTITY, map=lines, arch={**ARCH, "dec.mixer": "ssru"})
+    found = apply_layout(layout, tensors, heads=4)
+    assert found.config == model.config
+    with torch.no_grad():
+        assert torch.equal(output(found), model.double()(*tiny.batch()))
+
+
 # Folds that change what a model computes, each undone by its layout.
 
 FUSED = IDENTITY.map[:2] + IDENTITY.map[3:]

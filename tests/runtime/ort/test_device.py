@@ -20,18 +20,19 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.runtime.exported import LONG, Once, ort_session, sources
 from tfexport.cli import main
-from tfexport.contract import Device, Variant
+from tfexport.contract import CacheKind, Device, Variant
 from tfexport.errors import BackendError
 from tfexport.export.reorder import reorder_graph
 from tfexport.model.load import load
 from tfexport.nn.config import model_spec
-from tfexport.precision import FLOAT, Precision
+from tfexport.precision import FLOAT, ITEM_BYTES, Precision
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, _DeviceBuffers, _HostBuffers
-from tfexport.runtime.ort._device import ELEMENT_TYPE, ITEM_BYTES, OrtDevice, RowGather
+from tfexport.runtime.ort._device import ELEMENT_TYPE, OrtDevice, RowGather
 from tfexport.runtime.ort._providers import CUDA, PROVIDERS, PlacementError, driver_problem, misplaced, prepare_cuda
 from tfexport.runtime.ort._static import StaticBatch
 
 SPEC = model_spec(tiny.VARIANTS["post"], "fp32")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 NO_GPU = driver_problem()
 
 
@@ -52,7 +53,7 @@ def test_element_types_are_those_of_onnx() -> None:
     assert {dtype: helper.tensor_dtype_to_np_dtype(ELEMENT_TYPE[dtype]).itemsize for dtype in ITEM_BYTES} == ITEM_BYTES
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_are_copied_exactly_to_their_destination(
     precision: Precision, gather: Callable[[Precision], RowGather]
 ) -> None:
@@ -71,19 +72,29 @@ def test_more_than_a_gpu_can_count_is_refused(gather: Callable[[Precision], RowG
         gather("fp32").copy(memory, 2**30, np.array([0, 0]), memory.data_ptr())
 
 
+def test_states_are_moved_in_any_precision(gather: Callable[[Precision], RowGather]) -> None:
+    """They are float32 next to keys and values in half precision, and have no length."""
+    kind = replace(SPEC, state_width=5).cache
+    for precision in PRECISIONS:
+        assert_moved_alike(kind, (1, 1), gather(precision))
+
+
 @pytest.mark.parametrize("widths", [(5, 5), (6, 10), (3, 4)])
 @pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (6, 9), (7, 5), (5, 5)])
 def test_buffers_are_moved_as_numpy_moves_them(
     lengths: tuple[int, int], widths: tuple[int, int], gather: Callable[[Precision], RowGather]
 ) -> None:
     """Keys and values of unequal widths, buffers that grow and shrink by any number of places."""
-    spec = replace(SPEC, head_dim=widths[0], value_dim=widths[1])
-    opened, rng, first, second = gather("fp32"), np.random.default_rng(0), lengths[0], lengths[1]
+    assert_moved_alike(replace(SPEC, head_dim=widths[0], value_dim=widths[1]).cache, lengths, gather("fp32"))
+
+
+def assert_moved_alike(kind: CacheKind, lengths: tuple[int, int], opened: RowGather) -> None:
+    rng, first, second = np.random.default_rng(0), lengths[0], lengths[1]
     host: list[_HostBuffers] = []
     device: list[_DeviceBuffers] = []
     for rows, length in ((3, first), (2, min(lengths))):
-        host.append(_HostBuffers(spec, rows, length))
-        device.append(_DeviceBuffers(opened, spec, rows, length))
+        host.append(_HostBuffers(kind, rows, length))
+        device.append(_DeviceBuffers(opened, kind, rows, length))
         assert not any(array.any() for array in (*host[-1]._arrays, *arrays(device[-1])))
         for array, same in zip(host[-1]._arrays, arrays(device[-1]), strict=True):
             same[:] = array[:] = rng.standard_normal(array.shape)
@@ -111,7 +122,7 @@ def arrays(buffers: _DeviceBuffers) -> list[np.ndarray]:
     """Look into the memory, which on the CPU numpy may."""
     memory, found = buffers._memory.numpy().view(np.float32), []
     for rows, heads, units in buffers._shapes(buffers.rows, buffers.length, buffers.length):
-        size = rows * heads * units * buffers.length * buffers._divisor
+        size = rows * heads * units * buffers.length * buffers._divisor * buffers._item // memory.itemsize
         found.append(memory[:size].reshape(rows, heads, buffers.length, -1))
         memory = memory[size:]
     assert not memory.any(), "a unit of zeros lies behind"

@@ -76,7 +76,7 @@ def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(cuda: CudaD
     runner, step = make(cuda, capacity=6)
     ids = ints(10, 20)
     for past_len in range(5):
-        ids = step.best(runner.run(step, ids, READ, ints(past_len + 1, past_len)))
+        ids = step.best(runner.run(step, ids, READ, ints(past_len + 1, past_len), lambda: step))
         assert ids.tolist() == [11 + past_len, 21 + past_len]
     assert [name for name, *_ in step.calls] == ["feed", "follow 1", "follow 0", "follow 1", "follow 0"]
     assert [lengths for _, lengths, _ in step.calls] == [[past_len + 1, past_len] for past_len in range(5)]
@@ -84,7 +84,7 @@ def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(cuda: CudaD
 
 def follow_best(runner: OverlappedStep, step: Step, ids: np.ndarray, first: int, last: int) -> np.ndarray:
     for past_len in range(first, last):
-        ids = step.best(runner.run(step, ids, READ, ints(past_len, past_len)))
+        ids = step.best(runner.run(step, ids, READ, ints(past_len, past_len), lambda: step))
     return ids
 
 
@@ -95,6 +95,6 @@ def test_several_candidates_overlap_after_the_best_was_used_for_a_while(cuda: Cu
     ids = follow_best(runner, step, ids, SURE_AFTER, SURE_AFTER + 3)
     assert [name for name, *_ in step.calls][SURE_AFTER:] == ["feed", "follow 1", "follow 0", "follow 1"]
     assert ids.tolist() == [10 + SURE_AFTER + 3, 20 + SURE_AFTER + 3]
-    found = runner.run(step, ids + ints(0, 2), READ, ints(SURE_AFTER + 3, SURE_AFTER + 3))
+    found = runner.run(step, ids + ints(0, 2), READ, ints(SURE_AFTER + 3, SURE_AFTER + 3), lambda: step)
     assert step.best(found).tolist() == [ids[0] + 1, ids[1] + 3], "one row has another token: the step is fed"
     assert [name for name, *_ in step.calls][-1] == "feed", "and the next one is not begun"

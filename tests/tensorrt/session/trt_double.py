@@ -20,6 +20,7 @@ import onnxruntime as ort
 from tests.tensorrt.cuda_double import ALIGNMENT, CudaDouble, MisuseError, read_host
 from tfexport.contract import DECODER, ENCODER, NUM_CANDIDATES, REORDER, GraphSpec, ModelSpec, TensorSpec, Variant
 from tfexport.export.reorder import reorder_graph
+from tfexport.precision import ITEM_BYTES
 from tfexport.sources import FRAMES, FeatureSource, SourceKind
 from tfexport.tensorrt._kernels import KernelStore
 from tfexport.tensorrt.build._profiles import make_profiles
@@ -32,7 +33,6 @@ from tfexport.tensorrt.config import (
     plan_contract,
     plan_names,
 )
-from tfexport.tensorrt.session._resources import ITEM_BYTES
 from tfexport.tensorrt.session.session import TrtSession
 
 Shape = tuple[int, ...]

@@ -41,6 +41,11 @@ def _heads(value: Value, query_rows: int, problems: list[str]) -> int:
     return 1
 
 
+def _attention(layout: Layout, side: str) -> str:
+    """Name the attention of a layer that has heads; a recurrent layer has only "cross"."""
+    return "self" if layout.switch("mixer", side) == "attention" else "cross"
+
+
 def _bias_table(shapes: Mapping[str, Shape], side: str) -> Shape | None:
     return shapes.get(f"{side}.rel_bias.weight", shapes.get(f"{side}.layers.0.rel_bias.weight"))
 
@@ -56,7 +61,7 @@ def read_config(
 ) -> TransformerConfig | None:
     """Build the configuration, or extend `problems`; set the heads in `sizes`."""
     for side in SIDES:
-        if query := shapes.get(f"{side}.layers.0.self.q.weight"):
+        if query := shapes.get(f"{side}.layers.0.{_attention(layout, side)}.q.weight"):
             bias_heads = (_bias_table(shapes, side) or (None,))[-1]
             heads = _heads(layout.switch("num_heads", side) or bias_heads, query[0], problems)
             sizes[side] |= {"num_heads": heads, "d_k": query[0] // heads}
@@ -133,7 +138,8 @@ def _stack(
 ) -> StackConfig | None:
     layers = {int(found[2]) for name in shapes if (found := _LAYER.match(name)) and found[1] == side}
     first = f"{side}.layers.0"
-    needed = (*(f"{first}.self.{part}.weight" for part in "qkv"), f"{first}.ffn.fc1.weight")
+    attention = f"{first}.{_attention(layout, side)}"
+    needed = (*(f"{attention}.{part}.weight" for part in "qkv"), f"{first}.ffn.fc1.weight")
     missing = [name for name in needed if len(shapes.get(name, ())) != 2]
     place = layout.switch("norm_place", side)
     if place is None:
@@ -142,7 +148,7 @@ def _stack(
     if missing or place is None:
         return None
     heads, d_model = int(sizes["num_heads"]), int(sizes["d_model"])
-    query, key, value = (shapes[f"{first}.self.{part}.weight"][0] for part in "qkv")
+    query, key, value = (shapes[f"{attention}.{part}.weight"][0] for part in "qkv")
     d_k = query // heads
     if key % d_k or heads % (kv_heads := key // d_k):
         problems.append(f"{side}: {key} rows of keys and {heads} heads of {query} rows of queries differ in width")
@@ -158,6 +164,7 @@ def _stack(
         final_norm=bool(layout.switch("final_norm", side)),
         residual_scale=_number("residual_scale", layout.switch("residual_scale", side), sizes, problems),
         parallel=layout.switch("parallel", side),  # type: ignore[arg-type]  # the layout has checked it
+        mixer=layout.switch("mixer", side),  # type: ignore[arg-type]  # the layout has checked it
         d_k=None if is_plain else d_k,
         d_v=None if is_plain else d_v,
         num_kv_heads=None if kv_heads == heads else kv_heads,

@@ -45,11 +45,14 @@ class Binding:
         self._cross: Sequence[Array] | None = None  # keys and values of the encoder that are bound
         inputs: dict[str, Array] = {
             contract.TARGET_IDS: self.target_ids,
-            contract.POSITIONS: self.positions,
-            contract.LAST_POSITION: self.last_and_total[:-1],
-            contract.TOTAL_LENGTH: self.last_and_total[-1:],
             contract.NUM_CANDIDATES: np.array([num_candidates]),
         }
+        if (kind := graphs.spec.cache).grows:
+            inputs[contract.POSITIONS] = self.positions
+            inputs[contract.LAST_POSITION] = self.last_and_total[:-1]
+            inputs[contract.TOTAL_LENGTH] = self.last_and_total[-1:]
+        else:
+            inputs[contract.CACHE_LENGTHS] = self.positions[:, 0]
         if graphs.keeps_logits:
             inputs[contract.LOGITS_TO_KEEP] = np.array([keeps])
         outputs: dict[str, Array] = {
@@ -63,8 +66,9 @@ class Binding:
             self._io.bind_cpu_input(name, array)
         for name, array in outputs.items():
             self._io.bind_ortvalue_output(name, host_value(array))
+        shape_of_rows = kind.shapes(rows, cache.shape[3])[0]
         for past, present, buffer in zip(graphs.past, graphs.present, cache, strict=True):
-            value = host_value(buffer[first * width : last * width])
+            value = host_value(buffer[first * width : last * width].reshape(shape_of_rows))
             self._io.bind_ortvalue_input(past, value)
             self._io.bind_ortvalue_output(present, value)
 

@@ -16,7 +16,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport.contract import CacheKind
-from tfexport.runtime.ort._device import ELEMENT_TYPE, ITEM_BYTES, RowGather
+from tfexport.precision import ITEM_BYTES
+from tfexport.runtime.ort._device import ELEMENT_TYPE, RowGather
 from tfexport.runtime.session import Ids
 
 # Initial capacity in tokens. It doubles when full, because attention is computed over the whole buffer, even on a GPU.
@@ -24,10 +25,10 @@ FIRST_CAPACITY = 64
 
 
 class RowBuffers(ABC):
-    """Keys and values of every layer, each [rows, heads, length, …]."""
+    """Keys and values of every layer, each [rows, heads, length, …], or states."""
 
     rows: int  # capacity
-    length: int  # capacity of each row in tokens
+    length: int  # capacity of each row in tokens; 1 for states
 
     @abstractmethod
     def resize(self, rows: int, length: int, live: int) -> None:
@@ -57,6 +58,7 @@ class RowBuffers(ABC):
 
 def row_buffers(kind: CacheKind, gather: RowGather | None, rows: int, length: int) -> RowBuffers:
     """Return zeroed buffers on the device of `gather`, or on the host without it."""
+    length = length if kind.grows else 1
     return _HostBuffers(kind, rows, length) if gather is None else _DeviceBuffers(gather, kind, rows, length)
 
 
@@ -68,7 +70,8 @@ class _HostBuffers(RowBuffers):
         self._arrays = self._zeros()
 
     def _zeros(self) -> list[NDArray[Any]]:
-        return [np.zeros(shape, self._kind.dtype) for shape in self._kind.shapes(self.rows, self.length)]
+        kind, widths = self._kind, [*self._kind.widths.values()] * self._kind.layers
+        return [np.zeros((self.rows, kind.heads, self.length, width), kind.dtype) for width in widths]
 
     def resize(self, rows: int, length: int, live: int) -> None:
         copied = np.s_[:live, :, : min(length, self.length)]
@@ -93,8 +96,8 @@ class _HostBuffers(RowBuffers):
         return False
 
     def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:
-        for array in self._arrays:
-            yield "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data
+        for array, shape in zip(self._arrays, self._kind.shapes(rows, self.length), strict=True):
+            yield "cpu", 0, array.dtype.type, shape, array[first:].ctypes.data
 
 
 class _DeviceBuffers(RowBuffers):
@@ -107,7 +110,9 @@ class _DeviceBuffers(RowBuffers):
     def __init__(self, gather: RowGather, kind: CacheKind, rows: int, length: int) -> None:
         self.rows, self.length, self._kind, self._gather = 0, length, kind, gather
         self._item = ITEM_BYTES[gather.dtype]
-        self._widths = [*kind.widths.values()] * kind.layers
+        # In items of the graph, which moves bytes of any type.
+        item = ITEM_BYTES[kind.dtype] // self._item
+        self._widths = [item * width for width in kind.widths.values()] * kind.layers
         self._divisor = math.gcd(*self._widths)
         zeros = np.zeros(length * self._divisor * self._item, np.uint8)
         self._memory = ort.OrtValue.ortvalue_from_numpy(zeros, gather.device.type, 0)

@@ -46,6 +46,7 @@ class ContribBatch(CheckedScoring):
         super().__init__(graphs.spec, width)
         self._graphs = graphs
         self.can_verify = graphs.keeps_logits
+        self._kind = graphs.spec.cache
         self._measure()
         self._num_sources = 0
         self._source_lengths: list[int] = []
@@ -141,7 +142,7 @@ class ContribBatch(CheckedScoring):
             best = bound.token_ids[:, 0]
             if taken == steps or not stop_ids.isdisjoint(best.tolist()):
                 break
-            if self._longest == self._cache.shape[3]:
+            if self._longest == self._capacity:
                 bound = self._bound(num_candidates)
             bound.target_ids[:, 0] = best
         if self._is_even:
@@ -232,7 +233,7 @@ class ContribBatch(CheckedScoring):
         self._cross, self._source_mask = grown, mask
 
     def _reserve_rows(self, rows: int, length: int = 0) -> None:
-        _, old_rows, _, capacity, _ = self._cache.shape
+        old_rows, capacity = self._cache.shape[1], self._capacity
         if rows <= old_rows and length <= capacity:
             return
         if rows > old_rows and self.lengths.size:
@@ -246,9 +247,14 @@ class ContribBatch(CheckedScoring):
         self._bindings.clear()
 
     def _new_cache(self, rows: int, capacity: int) -> Floats:
-        # Not zeroed, because the operator reads only the filled places.
-        spec = self._spec
-        return np.empty((2 * spec.layers, rows, spec.cache_heads, capacity, spec.head_dim), np.float32)
+        # Not zeroed, because the graph reads only the filled places.
+        kind, widths = self._kind, list(self._kind.widths.values())
+        places = capacity if kind.grows else 1
+        return np.empty((kind.layers * len(widths), rows, kind.heads, places, widths[0]), np.float32)
+
+    @property
+    def _capacity(self) -> int:
+        return self._cache.shape[3] if self._kind.grows else self._spec.max_target_length
 
     def _read(self, first: int, prompts: Prompts) -> None:
         # The last token of a prompt is read by the first step; equally long prompts are read together.
@@ -256,11 +262,13 @@ class ContribBatch(CheckedScoring):
             ids = np.array([prompt[:-1] for prompt in group], np.int64)
             last = first + len(ids)
             if length > 1:
-                bound = self._binding(Shape(first, last, self.width, 1, length - 1))
-                bound.target_ids[:] = ids.repeat(self.width, 0)
-                bound.positions[:] = np.arange(length - 1)
-                bound.last_and_total[:-1], bound.last_and_total[-1] = length - 2, length - 1
-                bound.run()
+                read = length - 1 if self._kind.grows else 1
+                bound = self._binding(Shape(first, last, self.width, 1, read))
+                for begin, end in zip(range(0, length - 1, read), range(read, length, read), strict=True):
+                    bound.target_ids[:] = ids[:, begin:end].repeat(self.width, 0)
+                    bound.positions[:] = np.arange(begin, end)
+                    bound.last_and_total[:-1], bound.last_and_total[-1] = end - 1, end
+                    bound.run()
             first = last
 
     def _measure(self) -> None:
@@ -293,7 +301,7 @@ class ContribBatch(CheckedScoring):
         self._longest += 1
 
     def _bound(self, num_candidates: int, target_len: int = 1, *, scores: bool = False) -> Binding:
-        if self._longest + target_len > self._cache.shape[3]:
+        if self._longest + target_len > self._capacity:
             self._reserve_rows(0, self._longest + target_len)
         return self._binding(Shape(0, self._num_sources, self.width, num_candidates, target_len, target_len, scores))
 
@@ -320,7 +328,7 @@ class ContribBatch(CheckedScoring):
         width, length = self.width, int(self.lengths[to])
         source, new, old = to // width, to % width, of % width
         shared = self._shared[source]
-        different = slice(shared[new * width + old], length)
+        different = slice(shared[new * width + old], length) if self._kind.grows else slice(None)
         self._cache[:, to, :, different] = self._cache[:, of, :, different]
         common = [min(tokens, length) for tokens in shared[old * width : (old + 1) * width]]
         common[new] = _EQUAL

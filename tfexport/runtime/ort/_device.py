@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tfexport import contract
 from tfexport.contract import Device, ModelSpec
 from tfexport.errors import BackendError, BundleError, first_line, raise_all
-from tfexport.precision import DType, WeightType
+from tfexport.precision import ITEM_BYTES, DType, WeightType
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
 from tfexport.runtime.session import Candidates, Ids, given_candidates, in_order_of_id
@@ -26,7 +26,6 @@ Array = NDArray[Any]
 ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 # Types of inputs and outputs in ONNX Runtime, and the dtypes of the contract.
 _DTYPE: dict[str, DType] = {f"tensor({'float' if dtype == 'float32' else dtype})": dtype for dtype in ELEMENT_TYPE}
-ITEM_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Decoder threads that sleep between two steps have to be woken for each. If they spun for longer, they would take cores
 # from the next encoder run. Encoder threads stop spinning after each run.
 STEP_SPIN_US = 1000

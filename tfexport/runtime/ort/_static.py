@@ -9,7 +9,7 @@ from tfexport.contract import SOURCE_MASK, CacheKind
 from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, RowBuffers, row_buffers
 from tfexport.runtime.ort._device import OrtGraphs, Step, encoder_runs
-from tfexport.runtime.session import Candidates, Ids, Prompts, close_up, prefilled, rows_of
+from tfexport.runtime.session import Candidates, Ids, Prompts, close_up, prefill_pieces, rows_of
 from tfexport.runtime.sources import Sources
 
 # Most bindings, for the latest numbers of rows and candidates.
@@ -109,7 +109,7 @@ class StaticBatch(CheckedScoring):
     def _reserve(self, rows: int, length: int) -> bool:
         """Make room; return whether that reallocated, with zeros after the live rows."""
         limit, capacity = self._spec.max_target_length, self._caches.length
-        if not length <= capacity <= max(4 * length, FIRST_CAPACITY):
+        if self._spec.cache.grows and not length <= capacity <= max(4 * length, FIRST_CAPACITY):
             capacity = FIRST_CAPACITY
             while capacity < length:
                 capacity *= 2
@@ -130,11 +130,12 @@ class StaticBatch(CheckedScoring):
             self._mask.update_inplace(mask)
 
     def _prefill(self, prompts: Prompts, first: int) -> RowBuffers:
-        target_ids = prefilled(prompts)
-        caches = self._buffers(self._spec.cache, *target_ids.shape)
-        step = Step(self._graphs, len(prompts), 1, target_ids.shape[1])
+        pieces = prefill_pieces(prompts, one_by_one=not self._spec.cache.grows)
+        shape = pieces[0][0].shape
+        caches, step = self._buffers(self._spec.cache, *shape), Step(self._graphs, shape[0], 1, shape[1])
         self._bind(step, caches, len(prompts), len(prompts), first)
-        step.run(target_ids, np.zeros(len(prompts), np.int64))
+        for target_ids, lengths in pieces:
+            step.run(target_ids, lengths)
         return caches
 
     def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:

@@ -91,7 +91,9 @@ class OrtSession(CheckedAligner):
 
     def _batch(self, width: int) -> CheckedBatch:
         assert self.variant is not None
-        return VARIANTS[self.variant][1](self._graphs, width)
+        # Rows with states need not have one length in any variant.
+        joins = self.variant == "concat" and not self.spec.cache.grows
+        return VARIANTS["static" if joins else self.variant][1](self._graphs, width)
 
     def _encode(self, sources: Sources, output: str) -> Floats:
         io = self._graphs.bind_encoder(sources)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from tfexport.contract import NUM_CANDIDATES, REORDER, Dim, GraphSpec, ModelSpec, TensorSpec, Variant
 from tfexport.errors import ConfigError, raise_all, shortened
+from tfexport.precision import FLOAT, ITEM_BYTES
 from tfexport.sources import FRAMES, SOURCE_LEN, FeatureSource, SourceKind
 from tfexport.tensorrt.config import (
     EngineConfig,
@@ -20,10 +21,12 @@ from tfexport.tensorrt.config import (
     Profile,
     Shape,
     ShapeRange,
+    concatenates,
     decoder_plans,
     default_capacities,
     plan_contract,
     plan_names,
+    updates_in_place,
 )
 
 # Candidates of a step by default, and the limit of TensorRT's TopK.
@@ -61,7 +64,7 @@ def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Pr
     problems = _limit_problems(spec, variant, config)
     raise_all(ConfigError, "engine", problems)
     limits = _limits(spec, variant, config)
-    decoders = decoder_plans(variant, limits) if spec.has_decoder else {}
+    decoders = decoder_plans(variant, limits) if spec.has_decoder and spec.cache.grows else {}
     plans = plan_names(variant if spec.has_decoder else None, limits)
     graphs = {plan: plan_contract(plan, spec, variant) for plan in plans}
     # Sizes of the reorder follow from those of the decoder.
@@ -84,7 +87,7 @@ def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Pr
     ranges |= _input_ranges(spec.source, ranges[SOURCE_LEN])
     if spec.has_decoder:
         limits = replace(limits, max_candidates=largest["num_candidates"])
-        if variant == "concat":
+        if concatenates(spec, variant):
             limits = replace(limits, max_target_length=largest["past_len"] + 1)
     return Profiles(limits, {plan: _profiles(graphs[plan], ranges, decoders.get(plan)) for plan in plans})
 
@@ -102,7 +105,7 @@ def _limit_problems(spec: ModelSpec, variant: Variant, config: EngineConfig) -> 
     if config.capacities:
         most = config.max_target_length or spec.max_target_length
         listed = f"capacities are {', '.join(map(str, config.capacities))}"
-        if not spec.has_decoder or variant != "static":
+        if not spec.has_decoder or not updates_in_place(spec, variant):
             problems.append(f"{listed}, which are only for static decoders; leave them out")
         elif config.capacities[-1] > most:
             problems.append(f"{listed}, expected at most max_target_length, {most}")
@@ -112,7 +115,7 @@ def _limit_problems(spec: ModelSpec, variant: Variant, config: EngineConfig) -> 
 def _limits(spec: ModelSpec, variant: Variant, config: EngineConfig) -> EngineLimits:
     longest = config.max_target_length or spec.max_target_length
     capacities: tuple[int, ...] = ()
-    if spec.has_decoder and variant == "static":
+    if spec.has_decoder and updates_in_place(spec, variant):
         shorter = tuple(capacity for capacity in config.capacities if capacity < longest)
         capacities = (*shorter, longest) if config.capacities else default_capacities(longest)
     return EngineLimits(
@@ -136,13 +139,16 @@ def _ranges(spec: ModelSpec, variant: Variant, limits: EngineLimits, piece: int)
             "target_len": _up_to(min(most, piece)),
             "num_candidates": Range(1, 1, limits.max_candidates),
         }
-        if variant == "concat":
+        if concatenates(spec, variant):
             ranges["past_len"] = Range(0, (most - 1) // 2, most - 1)
     return ranges
 
 
 def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Range:
-    # Elements in a row of a cache, which has `capacity` target tokens or a source's tokens.
+    # Elements in a row of a cache, which has `capacity` target tokens or a source's tokens, or of a state.
+    if not spec.cache.grows:
+        width = spec.cache.num_bytes(1, 0)[0] // ITEM_BYTES[FLOAT[spec.precision]]
+        return Range(width, width, width)
     narrow, wide = sorted((spec.cache_heads * spec.head_dim, spec.cache_heads * spec.value_dim))
     longest = max(capacity, ranges["source_len"].max, ranges["past_len"].max if "past_len" in ranges else 0)
     return Range(narrow, wide * capacity, wide * longest)

@@ -17,7 +17,7 @@ from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.build.builder import resolve_options
 from tfexport.tensorrt.build.network import Graph
-from tfexport.tensorrt.config import EngineConfig, decoder_plans
+from tfexport.tensorrt.config import EngineConfig, decoder_plans, updates_in_place
 from tfexport.tensorrt.cuda import Gpu
 
 T = TypeVar("T")
@@ -97,7 +97,8 @@ def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[s
     if config.variant is not None:
         path = files[DECODER[config.variant]]
         for plan, capacity in decoder_plans(config.variant, resolved.profiles.limits).items():
-            data = fix_capacity(path, capacity) if config.variant == "static" else path.read_bytes()
+            is_fixed = updates_in_place(resolved.spec, config.variant)
+            data = fix_capacity(path, capacity) if is_fixed else path.read_bytes()
             graphs.append(Graph(plan, data, path))
         graphs.append(Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx"))
     return graphs

@@ -10,7 +10,17 @@ import numpy as np
 
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedBatch
-from tfexport.runtime.session import Candidates, Ids, Limit, Limits, Mask, Prompts, close_up, in_order_of_id, prefilled
+from tfexport.runtime.session import (
+    Candidates,
+    Ids,
+    Limit,
+    Limits,
+    Mask,
+    Prompts,
+    close_up,
+    in_order_of_id,
+    prefill_pieces,
+)
 from tfexport.runtime.sources import Sources
 from tfexport.tensorrt.config import decoder_plans
 from tfexport.tensorrt.session._cache import BatchLayout, bucket
@@ -33,8 +43,8 @@ class TrtBatch(CheckedBatch):
         """Create an empty batch; `open_pool` raises if the session is closed."""
         assert engines.variant is not None
         super().__init__(engines.spec, width)
-        self.can_join = engines.variant == "static"
-        self._variant, self._limits, self._open_pool = engines.variant, limits, open_pool
+        self.can_join = not engines.concatenates
+        self._limits, self._open_pool = limits, open_pool
         self._capacities = tuple(decoder_plans(engines.variant, engines.limits).values())
         self._layout = BatchLayout(0, width, 0, 0, np.empty(0, np.int64))
         self._source_mask: Mask = np.empty((0, 0), np.bool_)  # by source, not by slot
@@ -56,8 +66,9 @@ class TrtBatch(CheckedBatch):
             weakref.finalize(self, pool.give_back, replica).atexit = False
         with replica.watched():
             replica.rearrange(before, moved, copies, self._past_len)
-            read = prefilled(prompts).repeat(self.width, axis=0)
-            replica.read(after, sources.resized(source_len), _by_slot(after, mask), read)
+            pieces = prefill_pieces(prompts, one_by_one=not self._spec.cache.grows)
+            read = [(ids.repeat(self.width, 0), past.repeat(self.width)) for ids, past in pieces]
+            replica.read(after, sources.resized(source_len), _by_slot(after, mask), count * self.width, read)
         self._layout, self._source_mask = after, mask
         lengths = np.array([len(prompt) - 1 for prompt in prompts]).repeat(self.width)
         self.lengths = np.concatenate((self.lengths, lengths))
@@ -80,7 +91,7 @@ class TrtBatch(CheckedBatch):
             return
         order = np.arange(self._layout.num_rows)
         order[self._layout.rows] = self._layout.rows[rows]
-        if self._replica is not None and (self._variant == "static" or self._past_len):
+        if self._replica is not None and (self.can_join or self._past_len):
             with self._replica.watched():
                 self._replica.decoder.reorder(self._layout, order, self._past_len)
         self.lengths = self.lengths[rows]
@@ -100,7 +111,7 @@ class TrtBatch(CheckedBatch):
     def _num_slots(self, num_sources: int) -> int:
         # Keep the number of slots unless it is too small, or a quarter of it is enough.
         most = self._limits.rows.most
-        if self._variant == "concat" or not most:
+        if not self.can_join or not most:
             return num_sources
         size, now = bucket(num_sources, most // self.width), self._layout.size
         return now if self._layout.slots.size and size <= now < 4 * size else size
@@ -108,7 +119,7 @@ class TrtBatch(CheckedBatch):
     def _padded_length(self, new: Mask) -> int:
         longest = max(int(mask.sum(1).max()) for mask in (self._source_mask, new) if mask.size)
         most = self._limits.source_length.most
-        if self._variant == "static" and most:
+        if self.can_join and most:
             longest = bucket(longest, most)
         return self._spec.source.fits(longest)
 
@@ -133,7 +144,7 @@ class TrtBatch(CheckedBatch):
 
     def _check_new(self, sources: Sources, prompts: Prompts) -> None:
         lengths = [len(prompt) for prompt in prompts]
-        if self._variant == "concat" and (self.lengths.size or len(set(lengths)) > 1):
+        if not self.can_join and (self.lengths.size or len(set(lengths)) > 1):
             problem = "others are being decoded" if self.lengths.size else "their prompts are of unequal length"
             raise InputError(
                 f"trt: sources cannot be added in the concat variant while {problem}; add all of them at once, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +10,11 @@ from functools import cached_property, partial
 import numpy as np
 
 from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Variant, decoder_graph
-from tfexport.precision import FLOAT
+from tfexport.precision import FLOAT, ITEM_BYTES
 from tfexport.runtime.session import Ids
 from tfexport.tensorrt.config import Shape
 from tfexport.tensorrt.session._engine import MAX_GRAPHS, Context, CudaGraphRunner, LruCache
-from tfexport.tensorrt.session._resources import ITEM_BYTES, DeviceResources, bytes_of, shape_of
+from tfexport.tensorrt.session._resources import DeviceResources, bytes_of
 
 SCRATCH = "scratch"
 SlotCopy = tuple[int, int]  # source slot, target slot
@@ -63,7 +62,8 @@ class Caches:
     Rows are the leading axis of every tensor, so a slot is contiguous. Each target cache has a twin: a reorder or a
     concat step reads `past_*` and writes `present_*`, then the two swap names. Static variant: each row has memory for
     `capacity` tokens and is written in place; the first reorder allocates the twins. Concat variant: each row has
-    memory for past_len tokens, and each step writes the twins.
+    memory for past_len tokens, and each step writes the twins. States: each step writes the twins, so it can be
+    repeated.
     """
 
     def __init__(self, device: DeviceResources, variant: Variant) -> None:
@@ -83,7 +83,7 @@ class Caches:
 
     def sizes(self, layout: BatchLayout) -> dict[str, int]:
         """Return the size of each buffer in bytes."""
-        twins = self._present if self._variant == "concat" else ()
+        twins = () if self._device.engines.updates_in_place else self._present
         return self._sizes((*self._cross, *self._past, *twins), layout)
 
     def twin_sizes(self, layout: BatchLayout) -> dict[str, int]:
@@ -92,8 +92,8 @@ class Caches:
     def copy_slots(self, layout: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
         """Queue copies of whole slots; `layout` contains all of them."""
         for names, rows in ((self._cross, 1), (self._past, layout.width)):
-            for name, numbers in self._row_sizes(names, layout, past_len).items():
-                num_bytes, address = rows * numbers * self._item_bytes, self._device.memory[name]
+            for name, row_bytes in self._row_bytes(names, layout, past_len).items():
+                num_bytes, address = rows * row_bytes, self._device.memory[name]
                 for source, target in copies:
                     start = address + target * num_bytes
                     self._device.cuda.copy(start, address + source * num_bytes, num_bytes, self._device.stream)
@@ -102,14 +102,14 @@ class Caches:
         """Queue the change of all slots to another source length and capacity."""
         device = self._device
         for names, rows in ((self._cross, after.size), (self._past, after.num_rows)):
-            old, new = (self._row_sizes(names, layout, 0) for layout in (before, after))
+            old, new = (self._row_bytes(names, layout, 0) for layout in (before, after))
             if old == new:
                 continue
-            device.memory.reserve({SCRATCH: rows * max(old.values()) * self._item_bytes})
-            pieces = rows * device.engines.spec.cache_heads
+            device.memory.reserve({SCRATCH: rows * max(old.values())})
+            pieces = rows * device.engines.spec.cross.heads
             for name in names:
                 address, scratch = device.memory[name], device.memory[SCRATCH]
-                was, now = (rows * numbers[name] * self._item_bytes for numbers in (old, new))
+                was, now = (rows * sizes[name] for sizes in (old, new))
                 device.cuda.copy(scratch, address, was, device.stream)
                 # Zeros, because a masked position has weight 0, and 0 · NaN is NaN.
                 device.cuda.clear(address, now, device.stream)
@@ -117,13 +117,23 @@ class Caches:
 
     def clear_rows(self, layout: BatchLayout, num_rows: int) -> None:
         """Queue zeros for the first rows, because a NaN of an earlier batch would spread."""
-        for name, numbers in self._row_sizes(self._past, layout, 0).items():
-            num_bytes = num_rows * numbers * self._item_bytes
-            self._device.cuda.clear(self._device.memory[name], num_bytes, self._device.stream)
+        for name, row_bytes in self._row_bytes(self._past, layout, 0).items():
+            self._device.cuda.clear(self._device.memory[name], num_rows * row_bytes, self._device.stream)
+
+    def keep(self, num_rows: int) -> None:
+        """Queue copies of the first rows of states from the twins, after a prefill."""
+        if self._device.engines.spec.cache.grows:
+            return
+        for past, present in zip(self._past, self._present, strict=True):
+            num_bytes = bytes_of(self._tensors[past], {"rows": num_rows})
+            self._device.cuda.copy(
+                self._device.memory[past], self._device.memory[present], num_bytes, self._device.stream
+            )
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
         """Queue a reorder: row r becomes row order[r], int64 [rows]; needs the twins."""
-        widths = self._row_sizes(self._past, layout, past_len)
+        row_bytes = self._row_bytes(self._past, layout, past_len)
+        widths = {name: num_bytes // self._item_bytes for name, num_bytes in row_bytes.items()}
         pairs: dict[int, list[Pair]] = defaultdict(list)  # by elements in a row
         for name, twin in zip(self._past, self._present, strict=True):
             pairs[widths[name]].append((name, twin))
@@ -131,7 +141,7 @@ class Caches:
         self._order[: order.size] = order
         for width, group in pairs.items():
             shapes = {CACHE: (order.size, width), ORDER: order.shape}
-            if self._variant == "static":
+            if not self._device.engines.concatenates:
                 self._replay(group, shapes, (layout.num_rows, layout.capacity, self.side, width))
             else:
                 self._context.bind(shapes, {ORDER: self._device.memory[ORDER]})
@@ -154,11 +164,10 @@ class Caches:
         dims = {"batch": layout.size, "rows": layout.num_rows, "source_len": layout.source_len, **lengths}
         return {name: bytes_of(self._tensors[name], dims) for name in names}
 
-    def _row_sizes(self, names: Sequence[str], layout: BatchLayout, past_len: int) -> dict[str, int]:
-        # In elements, not bytes.
+    def _row_bytes(self, names: Sequence[str], layout: BatchLayout, past_len: int) -> dict[str, int]:
         lengths = {"source_len": layout.source_len, "capacity": layout.capacity, "past_len": past_len}
         dims = {"batch": 1, "rows": 1, **lengths}
-        return {name: math.prod(shape_of(self._tensors[name], dims)) for name in names}
+        return {name: bytes_of(self._tensors[name], dims) for name in names}
 
     def _replay(self, pairs: Sequence[Pair], shapes: Mapping[str, Shape], key: tuple[int, ...]) -> None:
         device = self._device

@@ -44,8 +44,8 @@ class Engine:
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
         problems = [f"has {name}, which the graph does not have" for name in sorted(found - wanted)]
         problems += [f"lacks {name}" for name in sorted(wanted - found)]
-        if engine.num_optimization_profiles != num_profiles(self.name):
-            problems.append(f"has {engine.num_optimization_profiles} profiles, expected {num_profiles(self.name)}")
+        if engine.num_optimization_profiles != (expected := num_profiles(self.name, contract.inputs)):
+            problems.append(f"has {engine.num_optimization_profiles} profiles, expected {expected}")
         if not problems and hasattr(engine, "get_aliased_input_tensor"):
             problems += [
                 f"does not write {output} into the memory of {source}"

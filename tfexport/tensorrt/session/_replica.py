@@ -92,14 +92,20 @@ class Decoder:
         self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)
         self.caches = Caches(device, variant)
 
-    def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
+    def prefill(self, layout: BatchLayout, prompts: Ids, lengths: Ids) -> None:
         """Read prompts, int64 [new rows, target_len], into the first slots, and wait."""
         rows, longest = prompts.shape
-        most = self._device.engines.engines[self._plan(layout.capacity)].largest_shape(TARGET_IDS, PREFILL)[1]
+        most = 1
+        if longest > 1:
+            most = self._device.engines.engines[self._plan(layout.capacity)].largest_shape(TARGET_IDS, PREFILL)[1]
         for past_len in range(0, longest, most):  # a single remaining token is a step
             piece = prompts[:, past_len : past_len + most]
             sizes = Sizes(rows // layout.width, rows, layout.source_len, piece.shape[1], 1, layout.capacity)
-            self._run_once(self._any_step(sizes, past_len), piece, np.full(rows, past_len, np.int64))
+            self._run_once(self._any_step(sizes, past_len), piece, lengths + past_len)
+            if self._device.engines.concatenates:
+                self.caches.exchange()
+            else:
+                self.caches.keep(rows)
 
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
         """Run a step and wait; ids and lengths (tokens in the caches) are int64 [rows]."""
@@ -108,12 +114,13 @@ class Decoder:
         rows = layout.rows
         ids, past = np.zeros((2, layout.num_rows), np.int64)
         ids[rows], past[rows] = target_ids, lengths
-        if self._variant == "concat":
+        if self._device.engines.concatenates:
             step = self._any_step(sizes, int(lengths[0]))
             io = self._run_once(step, ids, past)
+            self.caches.exchange()
         else:
-            step = self._steps.get((sizes, self.caches.side), lambda: self._graph_step(sizes))
-            io = self.overlapped.run(step, ids, rows, past)
+            step = self._graph_step(sizes)
+            io = self.overlapped.run(step, ids, rows, past, lambda: self._following(sizes))
         return step.candidates(io, rows, num_candidates)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
@@ -129,8 +136,16 @@ class Decoder:
         self.caches.forget()
 
     def _graph_step(self, sizes: Sizes) -> Step:
-        context = self._device.context(self._plan(sizes.capacity), STEP, "be captured")
-        return Step(self._device, sizes, context, replays=True)
+        def make() -> Step:
+            context = self._device.context(self._plan(sizes.capacity), STEP, "be captured")
+            return Step(self._device, sizes, context, replays=True)
+
+        return self._steps.get((sizes, self.caches.side), make)
+
+    def _following(self, sizes: Sizes) -> Step:
+        if not self._device.engines.updates_in_place:
+            self.caches.exchange()
+        return self._graph_step(sizes)
 
     def _any_step(self, sizes: Sizes, past_len: int) -> Step:
         plan, profile = self._plan(sizes.capacity), PREFILL if sizes.target_len > 1 else STEP
@@ -148,8 +163,6 @@ class Decoder:
         io = self._ios[0]
         step.feed(io, ids, lengths)
         io.wait()
-        if self._variant == "concat":
-            self.caches.exchange()
         return io
 
 
@@ -192,13 +205,20 @@ class Replica:
         if before.slots.size:
             self.decoder.caches.resize(held, after)
 
-    def read(self, layout: BatchLayout, sources: Sources, source_mask: Mask, prompts: Ids) -> None:
-        """Encode sources into the first slots, and read prompts [new rows, target_len]."""
+    def read(
+        self,
+        layout: BatchLayout,
+        sources: Sources,
+        source_mask: Mask,
+        num_rows: int,
+        prompts: Sequence[tuple[Ids, Ids]],
+    ) -> None:
+        """Encode sources into the first slots, and read pieces of their prompts."""
         self.key = (layout.size, layout.width, layout.source_len)
-        self.decoder.caches.clear_rows(layout, len(prompts))
+        self.decoder.caches.clear_rows(layout, num_rows)
         self.encoder.run(sources, source_mask)
-        if prompts.size:
-            self.decoder.prefill(layout, prompts)
+        for target_ids, lengths in prompts:
+            self.decoder.prefill(layout, target_ids, lengths)
 
     def encode(self, sources: Sources, output: str) -> Floats:
         """Run an encoder-only bundle and return one of its outputs."""

@@ -14,15 +14,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from tfexport.contract import ModelSpec, TensorSpec, Variant
 from tfexport.errors import BackendError
-from tfexport.precision import DType
-from tfexport.tensorrt.config import STEP, EngineLimits, Shape
+from tfexport.precision import ITEM_BYTES
+from tfexport.tensorrt.config import STEP, EngineLimits, Shape, concatenates, updates_in_place
 from tfexport.tensorrt.cuda import Cuda
 from tfexport.tensorrt.session._engine import Context, Engine, Use
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
-ITEM_BYTES: dict[DType, int] = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
 ALIGNMENT = 256  # of a tensor on the device; see setTensorAddress
 
 
@@ -108,6 +107,14 @@ class EngineSet:
     limits: EngineLimits
     cuda: Cuda
     capture_failed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def concatenates(self) -> bool:
+        return concatenates(self.spec, self.variant)
+
+    @property
+    def updates_in_place(self) -> bool:
+        return updates_in_place(self.spec, self.variant)
 
 
 class DeviceResources:

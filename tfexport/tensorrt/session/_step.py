@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -18,10 +19,11 @@ from tfexport.contract import (
     Variant,
     decoder_graph,
 )
+from tfexport.precision import ITEM_BYTES
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.tensorrt.config import EngineLimits
 from tfexport.tensorrt.session._engine import Context, CudaGraphRunner
-from tfexport.tensorrt.session._resources import ITEM_BYTES, Bytes, DeviceResources, offsets, packed, part, shape_of
+from tfexport.tensorrt.session._resources import Bytes, DeviceResources, offsets, packed, part, shape_of
 
 # Device buffers for the inputs from the host and the outputs to the host.
 INPUTS, OUTPUTS = "step inputs", "step outputs"
@@ -122,7 +124,7 @@ class Step:
         self._runner.close()
 
     def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
-        if self._variant == "static":
+        if not self._device.engines.concatenates:
             part(io.inputs, self.inputs, CACHE_LENGTHS)[:] = lengths
         self._runner.run(name, lambda: self._queue(io, from_host=name == "feed"), self._can_capture)
         io.record(self._device.stream)
@@ -147,9 +149,9 @@ class Step:
             addresses |= {name: memory[buffer] + offset for name, offset in offsets(layout).items()}
         for tensor in (*graph.inputs, *graph.outputs):
             if tensor.name not in addresses:
-                # The static variant writes in place: past and present share a buffer.
-                name = tensor.name.replace("present_", "past_") if self._variant == "static" else tensor.name
-                addresses[tensor.name] = memory[name]
+                # Caches that are updated in place share a buffer.
+                in_place = self._device.engines.updates_in_place
+                addresses[tensor.name] = memory[tensor.name.replace("present_", "past_") if in_place else tensor.name]
         self._runner.context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
 
     def _can_capture(self) -> bool:
@@ -181,23 +183,24 @@ class OverlappedStep:
         self._chosen: Ids = self._lengths  # best token of every row in the step before it
         self._num_used = 0  # consecutive steps whose best tokens were used
 
-    def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
+    def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids, get_following: Callable[[], Step]) -> StepIO:
         """Run a step of one token per row; start the next one if it will likely be used.
 
-        The host reads only the rows `read`; `lengths` are 0 in all others. The result is valid until the next call.
+        The host reads only the rows `read`; `lengths` are 0 in all others. `get_following` is called once, when the
+        step is queued. The result is valid until the next call.
         """
         if not self._is_started(step, target_ids, read, lengths):
             self._wait()
             self._number = 0
             step.feed(self._ios[0], target_ids, lengths)
         io, other = self._ios[self._number], 1 - self._number
-        self._step = None
+        self._step, next_step = None, get_following()
         following = np.zeros_like(lengths)  # rows that are not read stay at 0
         following[read] = lengths[read] + 1
         is_sure = step.sizes.num_candidates == 1 or self._num_used >= SURE_AFTER
         if is_sure and following.max() < step.sizes.capacity:
-            step.follow(self._ios[other], following, other)
-            self._step, self._number, self._lengths = step, other, following
+            next_step.follow(self._ios[other], following, other)
+            self._step, self._number, self._lengths = next_step, other, following
         io.wait()
         self._chosen = step.best(io)
         return io
