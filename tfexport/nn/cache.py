@@ -163,7 +163,7 @@ class StateCache:
     def __init__(
         self, past: Sequence[Tensor], target_ids: Tensor, cache_lengths: Tensor, *, longest: int | None = None
     ) -> None:
-        """Begin a pass; `cache_lengths`, int64 [rows], counts the tokens that rows have read.
+        """Begin a pass; `cache_lengths`, int64 [rows], counts the tokens read before.
 
         A trace with a variable number of new tokens needs the largest one, `longest`.
         """

@@ -42,7 +42,7 @@ def _heads(value: Value, query_rows: int, problems: list[str]) -> int:
 
 
 def _attention(layout: Layout, side: str) -> str:
-    """Name the attention of a layer that has heads; a recurrent layer has only "cross"."""
+    """Name the attention that has heads; a recurrent layer has only "cross"."""
     return "self" if layout.switch("mixer", side) == "attention" else "cross"
 
 
