@@ -13,6 +13,7 @@ import torch
 import tfexport
 from tests.importing.marian import (
     OPTIONS,
+    SSRU,
     VOCAB,
     Array,
     Marian,
@@ -39,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rms": {"transformer-preprocess": "r", "transformer-postprocess": "da", "transformer-postprocess-top": "r"},
     "trained positions": {"transformer-train-positions": True},
     "shared layers": {"transformer-tied-layers": [1, 1]},
+    "ssru": SSRU,
+    "ssru of a student": {**SSRU, **PRE, "transformer-tied-layers": [1, 1], "transformer-ffn-activation": "relu"},
 }
 UPSTREAM = {"float32": 0x404, "int8": 0x101, "quantized": 0x10001}
 BROWSER = {"float32": 0x404, "int8": 0x101, "quantized": 0x4101}
@@ -145,17 +148,18 @@ def write_yaml(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("is_sentencepiece", [True, False])
-def test_texts_are_those_of_marian(is_sentencepiece: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_sentencepiece", "decoder"), [(True, {}), (False, {}), (False, SSRU)])
+def test_texts_are_those_of_marian(is_sentencepiece: bool, decoder: dict[str, Any], tmp_path: Path) -> None:
     """Sources end with the end token, and the unknown token is never generated."""
-    weights = random_weights(OPTIONS, seed=3)
+    options = {**OPTIONS, **decoder}
+    weights = random_weights(options, seed=3)
     weights["decoder_ff_logit_out_b"][0, 1] = 5
-    path = write_npz(tmp_path / "model.npz", OPTIONS, weights)
+    path = write_npz(tmp_path / "model.npz", options, weights)
     vocabulary = write_sentencepiece(tmp_path / "v.spm") if is_sentencepiece else write_yaml(tmp_path / "v.yml")
     split = {} if is_sentencepiece else {"tokenize": "words"}
     import_checkpoint(path, tmp_path / "model", ImportConfig(**split), tokenizer=vocabulary)
     export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(variants=("contrib",)), verify=False)
-    marian = Marian(OPTIONS, weights)
+    marian = Marian(options, weights)
     with tfexport.load(tmp_path / "bundle", threads=1) as model:
         ids = model.tokenizer.encode(TEXTS)  # type: ignore[union-attr]
         found = [result.token_ids for result in model.generate(TEXTS, max_new_tokens=8)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tfexport.errors import ConfigError
-from tfexport.nn.cache import ConcatCache, Cross, Source
+from tfexport.nn.cache import ConcatCache, Cross, Source, StateCache
 from tfexport.nn.config import model_spec
 from tfexport.nn.presets import build_preset, preset
 from tfexport.nn.source import encoder_inputs, position_mask
@@ -31,8 +31,9 @@ def test_unknown_name_lists_all() -> None:
     with pytest.raises(ConfigError) as caught:
         build_preset("paper-bse")
     assert str(caught.value) == (
-        "preset 'paper-bse' is unknown, expected one of paper-base, paper-big, modern, tiny, notebook-000, "
-        "notebook-001, notebook-002, notebook-003, notebook-004, speech-whisper, speech-s2t, captioner"
+        "preset 'paper-bse' is unknown, expected one of paper-base, paper-big, modern, student-base, student-memory, "
+        "student-tiny, student-tiny-ssru, tiny, notebook-000, notebook-001, notebook-002, notebook-003, notebook-004, "
+        "speech-whisper, speech-s2t, captioner"
     )
 
 
@@ -74,7 +75,7 @@ def test_no_parameter_is_trivial(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*SMALL, "modern"])
+@pytest.mark.parametrize("name", [*SMALL, "modern", "student-tiny", "student-tiny-ssru"])
 def test_greedy_decoding_is_not_degenerate(name: str) -> None:
     """Logits are spread, and what is decoded depends on the source and on the past."""
     model = build_preset(name)
@@ -89,7 +90,10 @@ def test_greedy_decoding_is_not_degenerate(name: str) -> None:
         assert logits.isfinite().all()
         assert 1 < logits.std(-1).min() < 10
         ids = logits.argmax(-1, keepdim=True)
-        cache = ConcatCache(cache.present, ids)
+        if isinstance(cache, StateCache):
+            cache = StateCache(cache.present, ids, torch.full((4,), len(decoded) + 1))
+        else:
+            cache = ConcatCache(cache.present, ids)
         decoded.append(ids)
     rows = torch.cat(decoded, 1).tolist()
     assert len({tuple(row) for row in rows}) == 4

@@ -87,10 +87,25 @@ def _modern() -> TransformerConfig:
     )
 
 
+def _student(layers: int, d_model: int, d_ff: int, **decoder: Any) -> TransformerConfig:
+    # Small translation models, distilled from larger ones, with a deep encoder and a shallow decoder.
+    encoder = _stack(6, 8, d_ff, "post")
+    return replace(
+        _both(encoder, d_model, vocab=32_000, max_length=512, embedding_scale=math.sqrt(d_model)),
+        decoder=replace(encoder, layers=layers, **decoder),
+        tie_embeddings=True,
+        tie_output=True,
+    )
+
+
 _CONFIGS = {
     "paper-base": _paper(512, 2048, 8, 0.1),
     "paper-big": _paper(1024, 4096, 16, 0.3),
     "modern": _modern(),
+    "student-base": _student(2, 512, 2048),
+    "student-memory": _student(4, 384, 1536),
+    "student-tiny": _student(2, 256, 1536),
+    "student-tiny-ssru": _student(2, 256, 1536, mixer="ssru"),
     "tiny": _both(_stack(2, 4, 256, "post"), 64, 1_000, 128, embedding_scale=8.0),
     # Its norm adds eps after the division, which is equal to a change of the bias, so norm_eps is 0.
     "notebook-000": _both(
