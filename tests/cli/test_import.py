@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 import tfexport
@@ -287,40 +286,8 @@ def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatc
 # Tokenizers
 
 
-def imported_with(tokenizer: Path, own: Path, output: Path) -> Tokenizer:
-    ids = [word for i, name in enumerate(("pad", "start", "eos", "unk")) for word in ("--set", f"tokens.{name}={i}")]
-    run(own / "canonical.safetensors", "--output", output, *identity(own), *ids, "--tokenizer", tokenizer)
-    return Tokenizer.from_file(str(output / "tokenizer.json"))
-
-
 def identity(own: Path) -> list[object]:
     return ["--layout", own / "identity.yaml", "--heads", 4]
-
-
-WORDS = ["<pad>", "<s>", "</s>", "<unk>", "the", "cat", "sat", "."]
-
-
-def test_a_vocabulary_list(own: Path, tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
-    found = imported_with(tmp_path / "vocab.txt", own, tmp_path / "m")
-    assert found.encode("the dog  sat .").ids == [4, 3, 6, 7]
-    assert found.decode([1, 4, 5, 2, 0]) == "the cat"
-    assert [found.id_to_token(i) for i in range(8)] == WORDS
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"a\n\nb\na\n" + b"\n".join(b"%d" % i for i in range(40)), "line 2 is empty; 'a' and id 0 are not unique"),
-        (b"a\nb\n", "has 2 tokens, tokens.unk is 3"),
-        (b"", "has 0 tokens"),
-    ],
-)
-def test_a_vocabulary_that_does_not_fit(content: bytes, problem: str, own: Path, tmp_path: Path) -> None:
-    (tmp_path / "v").write_bytes(content)
-    words = [*identity(own), "--set", "tokens.unk=3", "--tokenizer", tmp_path / "v"]
-    assert problem in error(own / "canonical.safetensors", "--output", tmp_path / "m", *words)
-    assert not (tmp_path / "m").exists()
 
 
 def test_a_sentencepiece_model_without_the_package(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

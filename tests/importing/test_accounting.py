@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -245,18 +244,6 @@ def test_a_buffer_that_only_one_of_both_has_is_no_other_weight(own: Path, tmp_pa
     imported = import_checkpoint(tmp_path / "a.pt", tmp_path / "m", reference=own / "reference")
     assert imported.certificate.proven
     assert used(imported)["mask"] == "buffer: causal mask"
-
-
-def test_own_weights_that_do_not_give_the_recorded_outputs_are_a_failure(own: Path, tmp_path: Path) -> None:
-    """Here, the recorded outputs of the own weights are changed."""
-    tensors = load_file(own / "reference")
-    tensors["real.logits"] += torch.randn(tensors["real.logits"].shape, dtype=torch.float64) * 0.01
-    with safe_open(own / "reference", "pt") as file:
-        metadata = {name: value for name, value in file.metadata().items() if name != "sha256"}
-    save_file(tensors, tmp_path / "reference", metadata=metadata)
-    error = refused(own / "model.pt", tmp_path / "m", ImportConfig(**LAYOUT), tmp_path / "reference")
-    assert error.subject == "model.pt"
-    assert "the error is" in error.reason
 
 
 def test_rounded_weights_give_the_recorded_outputs(tmp_path: Path) -> None:

@@ -205,19 +205,6 @@ def test_without_recorded_texts_special_tokens_are_reported_and_can_be_set(
         assert (tmp_path / "repaired" / name).read_bytes() == (proven.model / name).read_bytes()
 
 
-def test_a_later_checkpoint_is_not_compared_with_recorded_texts(user: User, tmp_path: Path) -> None:
-    """The recorded outputs are those of the former weights."""
-    state = {name: value * 1.01 for name, value in torch.load(user.folder / "model.pt", weights_only=True).items()}
-    torch.save(state, tmp_path / "later.pt")
-    reference, lists = tmp_path / "older", [user.folder / f"{s}.txt" for s in ("source", "target")]
-    # From before references had the sums of the weights.
-    write_reference(replace(read_reference(user.folder / "texts.golden.safetensors"), weights={}), reference)
-    given = [*GIVEN, "--reference", reference, "--tokenizer", lists[0], "--target-tokenizer", lists[1]]
-    result = ran("import", tmp_path / "later.pt", "--output", tmp_path / "m", *given, code=2)
-    assert "later.pt: with these weights the error is" in result.stderr
-    assert not (tmp_path / "m").exists()
-
-
 def test_a_difference_ends_the_import(user: User, tmp_path: Path) -> None:
     result = import_(user, tmp_path / "m", "texts", "--target-tokenizer", user.folder / "source.txt", code=2)
     assert "text 1 of 12, " in result.stderr.splitlines()[-1]

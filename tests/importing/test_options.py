@@ -92,12 +92,3 @@ def test_settings_that_do_not_fit_the_shapes_are_refused_before_the_search(
     config = ImportConfig(builtin=False, **{"settings": TOKENS, **options})
     error = refused(tmp_path / "model.pt", config, reference=reference and model / reference)
     assert any(problem in one for one in error.problems)
-
-
-def test_settings_that_fit_do_not_prevent_the_search(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tfexport.importing.importer.detect", never)
-    config = ImportConfig(builtin=False, heads=HEADS, settings=TOKENS)
-    with pytest.raises(AssertionError, match="too late"):
-        import_checkpoint(model / "model.pt", tmp_path / "m", config, reference=model / "reference")

@@ -232,6 +232,9 @@ def test_a_list_of_joeynmt_with_codes(tmp_path: Path) -> None:
         ("the 5\n<pad> 3\n", None, "'<pad>' and id 1"),
         ("th@@ 5\ne 3\n", "t h\ne </w>\n", "version 0.1"),
         ("th@@ 5\ne 3\n", "#version: 0.2\nt\n", "line 2 is 't', expected two pieces"),
+        ("a\n\nb\na\n", None, "line 2 is empty; 'a' and id 0 are not unique"),
+        ("a\nb\n", None, "has 2 tokens, tokens.unk is 3"),
+        ("", None, "has 0 tokens"),
     ],
 )
 def test_a_list_that_cannot_be_read(listed: str, codes: str | None, problem: str, tmp_path: Path) -> None:

@@ -115,13 +115,6 @@ def test_given_settings_are_not_searched(reference_of: Callable[[str], Reference
     assert found.layout.arch["norm"] == "std"
 
 
-def test_wrong_heads_are_not_accepted(reference_of: Callable[[str], ReferenceOutputs]) -> None:
-    reference = reference_of("NumberedBlocks")
-    found = detect(reference.state, reference, [], settings={"num_heads": 2}, budget=Budget(100))
-    assert found.search is not None
-    assert not found.search.accepted
-
-
 def test_a_failed_search_reports_the_best_error(
     reference_of: Callable[[str], ReferenceOutputs], tmp_path: Path
 ) -> None:

@@ -182,11 +182,3 @@ def test_a_directory_is_refused_by_its_config(config: Mapping[str, object], kind
     with pytest.raises(CheckpointError) as caught:
         import_checkpoint(tmp_path, tmp_path / "m")
     assert kind in caught.value.problems[0]
-
-
-def test_a_directory_of_an_encoder_still_asks_for_reference_outputs(tmp_path: Path) -> None:
-    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    torch.save(encoder().state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="record reference outputs"):
-        import_checkpoint(tmp_path, tmp_path / "m")

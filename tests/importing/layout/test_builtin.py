@@ -17,6 +17,7 @@ from models.from_scratch.notebook_000 import Notebook000
 from models.from_scratch.notebook_002 import Notebook002
 from models.from_scratch.notebook_004 import Notebook004
 from tests import tiny
+from tests.importing.huggingface import published
 from tfexport.errors import CheckpointError
 from tfexport.importing._files import read_checkpoint
 from tfexport.importing.config import ImportConfig
@@ -126,20 +127,6 @@ def test_a_repaired_notebook_is_imported(model: type[nn.Module], heads: int, lay
 
 # Hugging Face directories
 
-SIZES = {"vocab_size": 41, "d_model": 32}
-SIDES = {
-    f"{side}_{name}": value
-    for side in ("encoder", "decoder")
-    for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
-}
-
-
-def bart() -> nn.Module:
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    config = BartConfig(**SIZES, **SIDES, max_position_embeddings=24, forced_eos_token_id=None)
-    return BartForConditionalGeneration(config)
-
 
 @recorded
 def test_the_relative_bias_gives_the_number_of_heads() -> None:
@@ -148,8 +135,7 @@ def test_the_relative_bias_gives_the_number_of_heads() -> None:
 
 
 def test_a_layout_given_by_name_reads_config_json_too(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    bart().save_pretrained(tmp_path / "hf")
+    published.write(tmp_path / "hf", "bart-large-cnn")
     assert import_checkpoint(tmp_path / "hf", tmp_path / "model").certificate.proven
     by_name = ImportConfig(layout="hf_bart", compare=False)
     certificate = import_checkpoint(tmp_path / "hf", tmp_path / "named", by_name).certificate
@@ -161,9 +147,7 @@ def test_a_layout_given_by_name_reads_config_json_too(tmp_path: Path) -> None:
 
 def test_every_problem_of_a_config_is_named_at_once(tmp_path: Path) -> None:
     change = {"activation_function": "tanh", "pad_token_id": None, "eos_token_id": "x"}
-    bart().save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "generation_config.json").unlink()
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config = json.loads((published.write(tmp_path / "hf", "bart-large-cnn") / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(CheckpointError) as caught:
         import_checkpoint(tmp_path / "hf", tmp_path / "out")
