@@ -57,21 +57,6 @@ class Slow:
 # ---- statistics
 
 
-def test_percentiles_over_all_processes_equal_numpy() -> None:
-    rng = np.random.default_rng(0)
-    first, second = rng.gamma(2, 0.01, 700), rng.gamma(3, 0.01, 400)
-    found = distribution([first.tolist(), second.tolist()])
-    pooled = np.concatenate([first, second]) * 1000
-    for percent in (50, 90, 95, 99):
-        assert found[f"p{percent}"] == pytest.approx(np.quantile(pooled, percent / 100))
-    assert [found[name] for name in ("avg", "min", "max", "std")] == pytest.approx(
-        [pooled.mean(), pooled.min(), pooled.max(), pooled.std()]
-    )
-    assert found["per_process"] == pytest.approx([1000 * np.median(first), 1000 * np.median(second)])
-    assert (found["count"], found["unit"]) == (1100, "ms")
-    assert "note" not in found
-
-
 def test_p99_needs_a_thousand_samples() -> None:
     few, enough = distribution([[0.001] * 600, [0.002] * 399]), distribution([[0.001] * 600, [0.002] * 400])
     assert (few["p99"], few["note"]) == (None, "p99 needs 1,000 samples, there are 999")

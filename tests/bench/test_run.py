@@ -151,18 +151,6 @@ def test_without_pytorch_the_error_names_the_remedy(
 # ---- the command
 
 
-def test_an_invalid_measurement_exits_with_2(
-    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cell = reports.samples([0.001, 0.001], windows=(8.0, 10.0, 12.0)).to_dict()
-    monkeypatch.setattr("tfexport.bench.run.run_process", lambda *_: {"backend": "ort", "threads": 1, "cells": [cell]})
-    bundle = with_parity(dates_bundle, tmp_path / "bundle", passed=True)
-    result = run("bench", bundle, "--json", tmp_path / "a.json")
-    assert result.exit_code == 2, result.output
-    assert json.loads((tmp_path / "a.json").read_text())["validity"]["valid"] is False
-    assert "--duration 15" in " ".join(result.stdout.split())
-
-
 def test_a_bundle_may_be_called_compare(
     dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,19 +201,6 @@ def test_a_path_without_a_bundle_is_refused(tmp_path: Path, canned: list[int]) -
     refuses(run("bench", tmp_path / "missing"), "there is no bundle")
     refuses(run("bench", "compare", tmp_path, tmp_path), "is not a plain file")
     assert canned == []
-
-
-def test_a_failed_measurement_leaves_the_old_report(
-    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(*_: object) -> None:
-        raise BenchError("bench: process 1 died")
-
-    monkeypatch.setattr("tfexport.bench.run.run_process", die)
-    (tmp_path / "a.json").write_text("old")
-    files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
-    refuses(run("bench", dates_bundle, "--no-verify", *files), "process 1 died")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "old"}
 
 
 # ---- processes

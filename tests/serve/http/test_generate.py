@@ -160,12 +160,3 @@ async def test_each_endpoint_replaces_unknowns(serve: Serve, meetings: Path) -> 
         assert outputs["text_output"] == SAID
         answer = await served.client.post("/v1/completions", json={"prompt": TEXTS} | COPY)
         assert [choice["text"] for choice in answer.json()["choices"]] == SAID
-
-
-async def test_models_without_alignment_cannot_replace_unknowns(serve: Serve) -> None:
-    async with serve() as served:
-        for path, why in (
-            ("generate", "replace_unknowns: this bundle was exported without alignment; export it again with"),
-            ("generate_stream", "stream: replace_unknowns is true, but the alignment is only known when the text is"),
-        ):
-            check(await served.post(path, {"text_input": TEXTS[0], "parameters": COPY}), 400, why)

@@ -51,18 +51,12 @@ WRONG_INPUTS: list[tuple[object, str]] = [
 ]
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-    ({"max_new_tokens": -1}, "max_new_tokens is -1"),
-    ({"max_new_tokens": 2**31}, "max_new_tokens"),
     ({"max_new_tokens": "5"}, "max_new_tokens is '5'"),
     ({"max_new_tokens": 5.5}, "max_new_tokens is 5.5"),
     ({"max_new_tokens": True}, "max_new_tokens is True"),
     ({"num_beams": 9}, "num_beams is 9, the limit is 8"),
     ({"num_return_sequences": 2}, "num_return_sequences is 2 but num_beams is 1"),
-    ({"num_beams": 2, "num_return_sequences": 10**9}, "num_return_sequences"),
     ({"do_sample": True, "num_return_sequences": 33}, "the request needs 33 slots, the engine has 32"),
-    ({"do_sample": True, "temperature": 0}, "temperature is 0"),
-    ({"suppress_tokens": [10**6]}, "suppress_tokens has 1000000"),
-    ({"seed": -1}, "seed is -1"),
     ({"priority": "high"}, "priority is 'high'"),
     ({"timeout_ms": 0}, "timeout_ms is 0"),
     ({"timeout_ms": [5]}, "timeout_ms is [5]"),
@@ -86,20 +80,15 @@ async def test_wrong_inputs_and_options(serve: Serve) -> None:
 
 WRONG_JSON: list[tuple[bytes, str]] = [
     (b"", "not JSON"),
-    (b"{", "not JSON"),
     (b'{"text_input": "a"', "not JSON"),
-    (b'{"text_input": "a"}}', "not JSON"),
     (b'\xef\xbb\xbf{"text_input": "a"}', "not JSON"),
     (b'{"text_input": "\xff"}', "not JSON"),
     (b'{"text_input": "a", "parameters": {"seed": NaN}}', "parameters.seed is nan"),
-    (b'{"text_input": "a", "parameters": {"seed": -Infinity}}', "parameters.seed is -inf"),
     (b'{"text_input": "a", "parameters": {"timeout_ms": 1e999}}', "parameters.timeout_ms is inf"),
     (b'{"text_input": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}", "not JSON: number out of range"),
     (b'{"text_input": "\\ud800"}', "not JSON"),
-    (b'{"text_input": "a", "\\udfff": 1}', "not JSON"),
     (b"null", "the body is"),
     (b"[" * 100_000, "recursion limit"),
-    (b'{"a":' * 100_000, "recursion limit"),
     (b'{"text_input":' + b"[" * 100 + b"]" * 100 + b"}", "text_input is [["),
     (b"{" + b",".join(b'"%d":1' % number for number in range(90)) + b"}", "unknown key 0"),
     (b"{" + b",".join(b'"%d":1' % number for number in range(80_000)) + b"}", "the body has 8000"),
@@ -151,14 +140,6 @@ async def test_bodies_that_are_too_large_or_not_taken(serve: Serve) -> None:
         assert (await post(b"x" * 70_001)).headers["connection"] == "close"
 
 
-async def test_odd_hosts_change_nothing(serve: Serve) -> None:
-    async with serve() as served:
-        for host in ("[", "a]b", "x:y:z", "\u00e9", "/", ""):
-            headers = {"Host": host.encode()}
-            check(await served.client.post(GENERATE, json={}, headers=headers), 400, "expected either text_input")
-            assert (await served.client.get("/v2", headers=headers)).status_code == 200
-
-
 MISSING = (
     "/v2/models/other/generate",
     "/v2/models/da%74es2/generate",
@@ -181,14 +162,6 @@ async def test_unknown_paths_are_404(serve: Serve) -> None:
     async with serve(HttpConfig(ui=False)) as served:
         for path in MISSING:
             check(await served.client.post(path, json={"text_input": TEXT}), 404, "")
-
-
-async def test_wrong_methods_are_405(serve: Serve) -> None:
-    async with serve() as served:
-        for method, path in (("GET", GENERATE), ("POST", "/metrics"), ("PUT", "/v2/models/dates")):
-            answer = await served.client.request(method, path)
-            check(answer, 405, "Method Not Allowed")
-            assert answer.headers["allow"]
 
 
 def say(address: str, request: bytes) -> bytes:
@@ -232,14 +205,6 @@ async def test_internal_errors_are_not_disclosed(serve: Serve, monkeypatch: pyte
     async with serve() as served:
         monkeypatch.setattr(served.engine, "submit", fail)
         check(await served.post("generate", {"text_input": TEXT}), 500, "internal error; see the server's log")
-
-
-async def test_requests_during_shutdown_are_503(serve: Serve) -> None:
-    async with serve() as served:
-        await served.engine.drain()
-        answer = await served.post("generate", {"text_input": TEXT})
-        check(answer, 503, "is stopping")
-        assert answer.headers["retry-after"] == "1"
 
 
 async def test_deadlines_are_504(serve: Serve) -> None:

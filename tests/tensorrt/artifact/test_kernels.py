@@ -151,23 +151,6 @@ def test_kernels_are_not_stored_in_a_read_only_folder(tmp_path: Path, caplog: py
     assert (tmp_path / "kernels").read_text() == "in the way"
 
 
-def test_one_writes_at_a_time(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with atomic.locked(engine / "kernels" / HERE), caplog.at_level(logging.DEBUG):
-        store(engine).write({"encoder": b"more"})
-    assert read_all(store(engine)) == COMPILED
-    assert "is being written by another process" in caplog.text
-
-
-def test_kernels_are_restored_after_a_killed_writer(engine: Path) -> None:
-    folder = engine / "kernels" / HERE
-    folder.rename(folder.with_name(f".{HERE}.old-{'0' * 16}"))
-    folder.with_name(f".{HERE}.tmp-{'0' * 16}").mkdir()
-    assert read_all(store(engine)) == NOTHING
-    store(engine).write({"encoder": b"more"})
-    assert read_all(store(engine)) == {**COMPILED, "encoder": b"more"}
-    assert [path.name for path in folder.parent.iterdir()] == [HERE]
-
-
 WRITER = """
 import sys
 from pathlib import Path

@@ -94,19 +94,6 @@ def test_an_engine_with_kernels_is_replaced(bundle: Bundle, engine: Path) -> Non
     assert not (engine / "kernels").exists(), "they belong to other plans"
 
 
-def test_a_file_created_during_a_build_is_not_lost(bundle: Bundle, engine: Path) -> None:
-    before = contents(engine)
-    with (
-        pytest.raises(EngineError, match="holds more than an engine: 'notes'"),
-        add_engine(bundle.path, NAME, force=True) as folder,
-    ):
-        for name, data in before.items():
-            (folder / name).write_bytes(data)
-        (engine / "notes").write_text("mine")
-    assert contents(engine) == before | {"notes": b"mine"}
-    assert [path.name for path in engine.parent.iterdir()] == [NAME]
-
-
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_build_that_fails_leaves_nothing(bundle: Bundle, is_new: bool) -> None:
     if not is_new:
@@ -167,14 +154,6 @@ def test_a_killed_build_leaves_the_old_engine_and_no_half_one(bundle: Bundle, en
     assert open_bundle(bundle.path) == bundle
     stored.store(bundle, stored.manifest(bundle), force=True)
     assert [path.name for path in engine.parent.iterdir()] == [NAME]
-
-
-def test_two_builds_of_one_engine_exclude_each_other(bundle: Bundle) -> None:
-    with pytest.raises(EngineError, match="is missing"), add_engine(bundle.path, NAME, force=False):
-        with pytest.raises(BundleError, match="is being written by another process"):
-            stored.store(bundle, stored.manifest(bundle))
-        stored.store(bundle, stored.manifest(bundle, TENSORRT))
-    assert engine_names(bundle.path) == ["tensorrt-static-fp32"]
 
 
 # ---- opening
