@@ -27,7 +27,7 @@ from tfexport.errors import printable
 from tfexport.export.config import ExportConfig
 from tfexport.importing.config import ImportConfig
 from tfexport.serve.config import Limits, ServingConfig, named_bundles
-from tfexport.tensorrt.config import EngineConfig, Target
+from tfexport.tensorrt.config import OPTION_NAMES, EngineConfig, Target
 
 
 @main.command("import")
@@ -139,12 +139,7 @@ def onnx(source: str, output: Path, **options: Any) -> None:
         "callback": lambda _context, _parameter, value: None if value == "auto" else value,
     },
     variant={"type": click.Choice(["static", "concat"])},
-    min_shapes="--minShapes",
-    opt_shapes="--optShapes",
-    max_shapes="--maxShapes",
-    workspace_mib="--workspace",
-    hardware_compatibility="--hardware-compatibility-level",
-    compute_capabilities="--compute-capability",
+    **OPTION_NAMES,
 )
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
 @sign_key_option

@@ -18,18 +18,8 @@ from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.contents import stale_sources
 from tfexport.tensorrt._library import INSTALL, MODULES, NAMED, installed_targets
 from tfexport.tensorrt._manifest import EngineManifest
-from tfexport.tensorrt.config import EngineConfig, Target
+from tfexport.tensorrt.config import OPTION_NAMES, EngineConfig, Target
 from tfexport.tensorrt.cuda import Gpu, find_gpus
-
-# Options of `tfexport trt` whose name differs from the field's.
-_OPTIONS = {
-    "min_shapes": "--minShapes",
-    "opt_shapes": "--optShapes",
-    "max_shapes": "--maxShapes",
-    "workspace_mib": "--workspace",
-    "hardware_compatibility": "--hardware-compatibility-level",
-    "compute_capabilities": "--compute-capability",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +77,7 @@ def rebuild_command(bundle: Path, config: EngineConfig) -> str:
     words = ["tfexport", "trt", str(bundle)]
     for field in fields(EngineConfig):
         value = getattr(config, field.name)
-        option = _OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
+        option = OPTION_NAMES.get(field.name, "--" + field.name.replace("_", "-"))
         if value is True:
             words.append(option)
         elif field.name == "capacities":

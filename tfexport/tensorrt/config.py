@@ -28,6 +28,16 @@ class ShapeRange:
 
 Profile = Mapping[str, ShapeRange]  # by input name
 
+# Options of `tfexport trt` whose name differs from the field's.
+OPTION_NAMES = {
+    "min_shapes": "--minShapes",
+    "opt_shapes": "--optShapes",
+    "max_shapes": "--maxShapes",
+    "workspace_mib": "--workspace",
+    "hardware_compatibility": "--hardware-compatibility-level",
+    "compute_capabilities": "--compute-capability",
+}
+
 
 class EngineConfig(Config, subject="engine", former={"form": "variant"}):
     """Options for building TensorRT engines from the graphs of a bundle.
