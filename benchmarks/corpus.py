@@ -27,11 +27,7 @@ HEAD = ("model", "texts", "tokens", "this, tokens/s", "other, tokens/s", "ratio 
 
 
 def compare(model: str, weights: Weights, count: int, rounds: int) -> list[str]:
-    """Measure one model and return a row of the table.
-
-    Raises:
-        BenchError: a bundle cannot be made or loaded, or the outputs differ.
-    """
+    """Measure one model and return a row of the table."""
     texts = corpus(count, weights.vocab(model))
     sources, tokens = [text.source for text in texts], sum(text.length for text in texts)
     seconds: dict[str, list[list[float]]] = {OURS: [], REVISION: []}

@@ -67,9 +67,6 @@ class Worker:
             python: of its environment.
             arguments: of that Python: a module and its arguments.
             limit_s: seconds that a request may take.
-
-        Raises:
-            BenchError: there is no such Python.
         """
         self.name, self._limit_s = name, limit_s
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -88,11 +85,7 @@ class Worker:
             ) from error
 
     def ask(self, op: str, **values: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer.
-
-        Raises:
-            BenchError: the request failed or took too long, or the process died.
-        """
+        """Send a request and wait for its answer."""
         is_late = threading.Event()
 
         def end() -> None:
@@ -165,11 +158,7 @@ class Weights:
         return int(config["source_vocab"])
 
     def source(self, model: str) -> Path:
-        """Return the model directory from which everything is made; write it the first time.
-
-        Raises:
-            BenchError: it could not be written.
-        """
+        """Return the model directory from which everything is made; write it the first time."""
         folder = self.folder / model / "weights"
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -177,11 +166,7 @@ class Weights:
         return folder
 
     def prepared(self, model: str, system: str, precision: str, optimize_for: str | None = None) -> Path:
-        """Return the folder that a system loads; make it the first time.
-
-        Raises:
-            BenchError: it could not be made.
-        """
+        """Return the folder that a system loads; make it the first time."""
         name = {OURS: "bundle"}.get(system, system)
         target = self.folder / model / "-".join(filter(None, (name, precision, optimize_for)))
         if target in self._failures:
@@ -234,11 +219,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, schema: str, options: Mapping[str, Any], *, resume: bool, **lists: Any) -> None:
-        """Begin a result, or resume the one in the file.
-
-        Raises:
-            BenchError: the file exists and must not be resumed, or is something else.
-        """
+        """Begin a result, or resume the one in the file."""
         self.path = path
         now = environment(available_cores())
         self.document: dict[str, Any] = {
@@ -277,11 +258,7 @@ class ResultFile:
 
 
 def read_result(path: Path, schema: str) -> dict[str, Any]:
-    """Read a result.
-
-    Raises:
-        BenchError: the file is missing or has another schema.
-    """
+    """Read a result."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -118,11 +118,7 @@ class Standing:
 def begin(
     weights: Weights, model: str, contestant: tuple[str, str, str], texts: Sequence[Text], stack: ExitStack
 ) -> Standing:
-    """Load a contestant with each number of threads, check its outputs, and keep the faster setting.
-
-    Raises:
-        BenchError: it cannot be loaded, or its outputs are not those that the sources ask for.
-    """
+    """Load a contestant with each number of threads, check its outputs, and keep the faster setting."""
     system, precision, policy = contestant
     folder = weights.prepared(model, system, precision, "throughput" if (system, precision) == (OURS, "int8") else None)
     found = []
@@ -147,11 +143,7 @@ def begin(
 def measure(
     weights: Weights, model: str, num_backlog: int, trial_s: float, rounds: int, trials: int, bound_s: float
 ) -> list[dict[str, Any]]:
-    """Measure all contestants.
-
-    Raises:
-        BenchError: tfexport failed, or gives other outputs than `generate`.
-    """
+    """Measure all contestants."""
     texts = corpus(NUM_TEXTS, weights.vocab(model))
     backlog, standings = texts[:num_backlog], list[Standing]()
     expected: list[list[int]] = []

@@ -165,11 +165,7 @@ class Pool:
         self._workers: dict[Variant, Worker] = {}
 
     def ask(self, variant: Variant, op: str, **values: Any) -> dict[str, Any] | None:
-        """Ask a variant; return None if it failed, now or before.
-
-        Raises:
-            BenchError: our own fp32 bundle failed.
-        """
+        """Ask a variant; return None if it failed, now or before."""
         try:
             if variant not in self._workers and variant not in self.failures:
                 self._start(variant, values["sources"][:1], values["new_tokens"])
@@ -210,9 +206,6 @@ def measure(setting: Setting, variants: Sequence[Variant], pool: Pool, vocab: in
 
     Returns:
         The cell as JSON values.
-
-    Raises:
-        BenchError: our own fp32 bundle, the reference for outputs, failed.
     """
     request = setting.request(vocab)
     reference = pool.ask(REFERENCE, "call", **request)
@@ -266,11 +259,7 @@ def compare(
     result: ResultFile,
     progress: Callable[[str], None],
 ) -> None:
-    """Measure every setting that is not in the result yet, and write the result after each.
-
-    Raises:
-        BenchError: our own fp32 bundle could not be made or failed.
-    """
+    """Measure every setting that is not in the result yet, and write the result after each."""
     missing = [setting for setting in settings if not result.has("setting", asdict(setting))]
     progress(f"{len(settings) - len(missing)} of {len(settings)} settings are in the result")
     for (model, is_quantised), group in groupby(missing, lambda setting: (setting.model, setting.is_quantised)):

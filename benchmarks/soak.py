@@ -118,11 +118,7 @@ class Soak:
 
 
 async def start(bundle: Path, log: Path) -> tuple[Process, str]:
-    """Start a server and return its process and address.
-
-    Raises:
-        BenchError: it did not start.
-    """
+    """Start a server and return its process and address."""
     command = (sys.executable, "-P", "-c", _SERVE, "serve", str(bundle), "--port", "0", "--threads", "1")
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=stderr)
