@@ -61,15 +61,18 @@ ROWS = {
     "one that is impossible": np.where(np.arange(VOCAB) == 17, -1e4, 0.0),
     "the last of the float range": np.where(np.arange(VOCAB) == 17, 3e38, -3e38),
     "hardly apart": 1e-7 * np.arange(VOCAB),
+    "few values": RNG.integers(0, 40, VOCAB).astype(float),
 }
 
 
-@pytest.fixture(scope="module")
-def selection() -> ort.InferenceSession:
-    given = ir.val("given", ir.DataType.FLOAT, ["rows", VOCAB])
+@pytest.fixture(scope="module", params=[None, VOCAB, VOCAB - 1])
+def selection(request: pytest.FixtureRequest) -> ort.InferenceSession:
+    """Select from the whole vocabulary, or in blocks, which may not divide it."""
+    vocab = request.param or VOCAB
+    given = ir.val("given", ir.DataType.FLOAT, ["rows", vocab])
     node = ir.Node("", "Identity", [given])
-    model = model_of(given, [output(node.outputs[0], "logits", "rows", VOCAB)], [node])
-    append_selection(model)
+    model = model_of(given, [output(node.outputs[0], "logits", "rows", vocab)], [node])
+    append_selection(model, by_blocks=request.param is not None)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     return ort.InferenceSession(proto.SerializeToString())
@@ -82,7 +85,8 @@ def select(session: ort.InferenceSession, logits: np.ndarray, count: int) -> Any
 
 @pytest.mark.parametrize("count", [1, 8, VOCAB])
 def test_selection_is_that_of_numpy_in_float64(selection: ort.InferenceSession, count: int) -> None:
-    logits = np.stack(list(ROWS.values())).astype(np.float32)
+    vocab = selection.get_inputs()[0].shape[1]
+    count, logits = min(count, vocab), np.stack(list(ROWS.values()))[:, :vocab].astype(np.float32)
     ids, best, normalizer = select(selection, logits, count)
     wide = logits.astype(np.float64)
     np.testing.assert_array_equal(ids, np.argsort(-wide, axis=1, kind="stable")[:, :count])
@@ -98,8 +102,8 @@ def test_values_that_are_not_finite_affect_only_their_row(
     wrong: float, place: int, selection: ort.InferenceSession
 ) -> None:
     """A decode that goes on from NaN would look like any other."""
-    logits = np.stack([ROWS["usual"]] * 3).astype(np.float32)
-    logits[1, place] = wrong
+    logits = np.stack([ROWS["usual"]] * 3)[:, : selection.get_inputs()[0].shape[1]].astype(np.float32)
+    logits[1, min(place, logits.shape[1] - 1)] = wrong
     normalizer = select(selection, logits, 4)[2][:, 0]
     assert np.isfinite(normalizer).tolist() == [True, False, True]
 

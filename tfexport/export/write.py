@@ -65,7 +65,7 @@ def write_graphs(
             traced[kind.encoder] = trace_encoder(model, spec, opset, source), contract.encoder_graph(spec)
         speculates = speculation and variant == "contrib"
         decoder = trace_decoder(model, spec, variant, kind.opset or opset, speculation=speculates)
-        append_selection(decoder)
+        append_selection(decoder, by_blocks=variant == "contrib")
         traced[name] = decoder, contract.decoder_graph(spec, variant, speculation=speculates)
         portable |= {name} if kind.portable else set()
     if alignment is not None:
