@@ -180,7 +180,7 @@ def greedy(model: Callable[..., Tensor], source_ids: list[int], longest: int) ->
 
 def make() -> OwnModule:
     """What the command line is given: tests.stranger.modern:make."""
-    return OwnModule(module(), SPEC, tokenizers=Tokenizers(WORDS), texts=texts(), generate=greedy)
+    return OwnModule(module(), SPEC, tokenizers=Tokenizers(str(WORDS)), texts=texts(), generate=greedy)
 
 
 def steady() -> OwnModule:

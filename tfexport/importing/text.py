@@ -55,6 +55,8 @@ class Tokenizers:
     lowercase: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "source", Path(self.source))  # callers may give texts
+        object.__setattr__(self, "target", None if self.target is None else Path(self.target))
         if self.tokenize and (problem := split_problem(self.tokenize)):
             raise ConfigError(problem)
 

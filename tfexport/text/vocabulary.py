@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 MAX_BYTES = 256 * 1024 * 1024
+_MAX_REASON = 500  # characters
 # Pieces from this token on have no id in the model.
 BEYOND = " beyond the model's vocabulary"
 
@@ -188,9 +189,14 @@ class errors_as:  # noqa: N801 - used like a function
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, TfexportError):
-            raise self._error_of(" ".join(str(error).split()) or type(error).__name__) from error
+            raise self._error_of(_one_line(error) or type(error).__name__) from error
         if _is_panic(error):
-            raise self._error_of("tokenizers panicked: " + " ".join(str(error).split())) from error
+            raise self._error_of(f"tokenizers panicked: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException | None) -> str:
+    # The library quotes the file, which may be of any size.
+    return " ".join(str(error)[:_MAX_REASON].split())
 
 
 def _is_panic(error: BaseException | None) -> bool:
