@@ -75,10 +75,6 @@ def table(path: Path, header: str) -> list[list[str]]:
     return found
 
 
-def code(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
 EVERY = [block for path in DOCS for block in blocks(path)]
 PROGRAMS = [block for block in EVERY if block.language == "python" and not block.mark]
 COMMANDS = [

@@ -1,9 +1,10 @@
 """A hook of MkDocs that fills reference pages from the code.
 
-`<!-- settings: MODULE:CLASS -->` becomes a table of a configuration's fields, `<!-- http -->` the endpoints and the
-schemas of the server, `<!-- commands -->` the help of every command, `<!-- layouts -->` the built-in layouts,
-`<!-- switches -->` the values of the switches, `<!-- presets -->` the sizes of the presets, `<!-- packages -->` the
-packages, and `<!-- metrics -->` the metrics of the server.
+`<!-- settings: MODULE:CLASS -->` becomes a table of a configuration's fields, `<!-- own settings: MODULE:CLASS -->` one
+without those of its base classes, `<!-- http -->` the endpoints and the schemas of the server, `<!-- commands -->` the
+help of every command, `<!-- layouts -->` the built-in layouts, `<!-- switches -->` the values of the switches,
+`<!-- presets -->` the sizes of the presets, `<!-- packages -->` the packages, and `<!-- metrics -->` the metrics of the
+server.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks of a page."""
-    markdown = re.sub(r"<!-- settings: (\S+):(\S+) -->", lambda mark: _settings(mark[1], mark[2]), markdown)
+    markdown = re.sub(r"<!-- (own )?settings: (\S+):(\S+) -->", lambda mark: _settings(*mark.groups()), markdown)
     for lines in (_commands, _http, _layouts, _switches, _presets, _packages, _metrics):
         mark = f"<!-- {lines.__name__[1:]} -->"
         if mark in markdown:
@@ -41,8 +42,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
-def _settings(module: str, name: str) -> str:
-    rows = [_row(one) for one in settings(getattr(importlib.import_module(module), name))]
+def _settings(own: str | None, module: str, name: str) -> str:
+    kind = getattr(importlib.import_module(module), name)
+    rows = [_row(one) for one in settings(kind) if not own or one.name in kind.__annotations__]
     return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
 
 

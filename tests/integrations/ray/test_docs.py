@@ -1,8 +1,7 @@
-"""The table of arguments, the configuration file, the program and the commands of docs/guides/ray.md are right."""
+"""The configuration file, the program and the commands of docs/guides/ray.md are right."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -17,23 +16,11 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.serve.running import PATIENCE_S, eventually
-from tests.test_docs import EVERY, code, table
+from tests.test_docs import EVERY
 from tfexport.integrations.ray import Arguments
-from tfexport.serve.config import HttpConfig, ServingConfig
 
-PAGE = ROOT / "docs" / "guides" / "ray.md"
 FILE = ROOT / "docs" / "serving" / "ray.yaml"
 (PROGRAM,) = (block.text for block in EVERY if block.name.startswith("ray.md:") and block.language == "python")
-
-
-def test_the_arguments_and_their_defaults_are_those_of_the_code() -> None:
-    shared = {field.name for kind in (ServingConfig, HttpConfig) for field in dataclasses.fields(kind)}
-    own = {field.name: field.default for field in dataclasses.fields(Arguments) if field.name not in shared}
-    rows = {name: row[1] for row in table(PAGE, "argument") for name in code(row[0])}
-    assert set(rows) == {*own, "timeout_s"}
-    for name, default in own.items():
-        spelled = {None: "none", dataclasses.MISSING: "needed"}.get(default, str(default))
-        assert rows[name] == spelled
 
 
 def test_the_file_has_valid_arguments() -> None:

@@ -39,16 +39,16 @@ class Arguments(ServingConfig, HttpConfig, subject=SUBJECT, former={"form": "var
     """
 
     bundle: Annotated[str | tuple[str, ...], Help("`[NAME=]BUNDLE` or a list of them; each replica serves all.")]
-    backend: str = "auto"
-    variant: Variant | None = None
+    backend: Annotated[str, Help("Backend that runs the bundles.")] = "auto"
+    variant: Annotated[Variant | None, Help("Decoder variant.")] = None
     device: Annotated[Device | None, Help("By default cuda if the replica has a GPU or a part of one.")] = None
-    engine: str | None = None
+    engine: Annotated[str | None, Help("TensorRT engine, if several fit.")] = None
     threads: Annotated[int | None, Help("CPU threads per model; by default a share of the replica's CPUs.")] = None
     trusted_keys: Annotated[
         str | tuple[str, ...] | None, Help("Files of public keys, one of which must have signed each bundle.")
     ] = None
-    token_file: Annotated[str | None, Help("File with one bearer token per line; requests need one of them.")] = None
-    timeout_s: Annotated[float | None, Gt(0), Le(MAX_S)] = HttpConfig.max_timeout_s
+    token_file: Annotated[str | None, Help("File with one bearer token per line, read when a replica starts.")] = None
+    timeout_s: Annotated[float | None, Gt(0), Le(MAX_S), Help("Time limit of a request.")] = HttpConfig.max_timeout_s
     min_replicas: Annotated[int, Ge(1), Le(10_000), Help("Minimum number of replicas.")] = 1
     max_replicas: Annotated[int, Ge(1), Le(10_000), Help("Maximum number; Ray scales between both.")] = 1
     num_cpus: Annotated[float, Ge(0), Le(1024), Help("Cores that Ray reserves for a replica.")] = 1.0
