@@ -7,12 +7,15 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tfexport.model.model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 DATES = ROOT / "models" / "dates"
@@ -118,6 +121,23 @@ def dates_aligned(once: Once) -> Path:
 def random_bundle(once: Once) -> Path:
     """Export preset:tiny, whose random weights end texts late, only for the CPU."""
     return exported(once, "random", "preset:tiny", variants=("contrib",))
+
+
+@pytest.fixture(scope="session")
+def speech_bundle(once: Once) -> Path:
+    """Export a model that reads audio, with its processor and a tokenizer, only for the CPU."""
+    from tests.test_inputs import AUDIO, SPEECH, write_bundle
+
+    return once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))
+
+
+@pytest.fixture(scope="module")
+def speech(speech_bundle: Path) -> Iterator[Model]:
+    """Load the model that reads audio."""
+    from tfexport.model.load import load
+
+    with load(speech_bundle, threads=1) as model:
+        yield model
 
 
 @pytest.fixture(scope="session")

@@ -46,12 +46,6 @@ def write_bundle(path: Path, config: Any, processor: ProcessorConfig) -> None:
 
 
 @pytest.fixture(scope="module")
-def speech(once: Once) -> Iterator[Model]:
-    with tfexport.load(once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
 def captions(once: Once) -> Iterator[Model]:
     with tfexport.load(once("captions", lambda path: write_bundle(path, CAPTIONS, IMAGE))) as model:
         yield model
@@ -127,16 +121,15 @@ def test_images_of_any_size_are_read(captions: Model, tmp_path: Path) -> None:
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
 
-def test_the_command_reads_files(speech: Model, once: Once, tmp_path: Path) -> None:
-    bundle = once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))
+def test_the_command_reads_files(speech: Model, speech_bundle: Path, tmp_path: Path) -> None:
     names = [tmp_path / f"{number}.wav" for number in range(2)]
     for number, name in enumerate(names):
         name.write_bytes(wav(samples(0.3 + number, number)))
     expected = [result.text for result in speech.generate(names, max_new_tokens=5)]
-    assert ran("generate", bundle, *names, "--max-new-tokens", 5).stdout.splitlines() == expected
+    assert ran("generate", speech_bundle, *names, "--max-new-tokens", 5).stdout.splitlines() == expected
     listed = "\n".join(map(str, names)).encode()
-    assert run("generate", bundle, "--max-new-tokens", 5, stdin=listed).stdout.splitlines() == expected
-    refuses(run("generate", bundle, names[0], tmp_path / "missing.wav"), "missing.wav")
+    assert run("generate", speech_bundle, "--max-new-tokens", 5, stdin=listed).stdout.splitlines() == expected
+    refuses(run("generate", speech_bundle, names[0], tmp_path / "missing.wav"), "missing.wav")
 
 
 def test_a_processor_that_does_not_fit_is_refused(tmp_path: Path) -> None:

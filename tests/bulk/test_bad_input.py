@@ -9,13 +9,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from click.testing import CliRunner
 
 from tests.bulk.corpus import TEXTS, check_files, check_outputs, outputs, read, write
+from tests.command import run
 from tfexport._io.atomic import locked
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.run import generate_file
-from tfexport.cli import main
 from tfexport.errors import BundleError, ConfigError, InputError
 from tfexport.model.model import Model
 
@@ -199,10 +198,6 @@ def test_an_output_is_replaced_through_its_link(model: Model, tmp_path: Path) ->
     assert (tmp_path / "out.txt").is_symlink()
     assert len((tmp_path / "real.txt").read_text().splitlines()) == len(TEXTS)
     check_files(tmp_path, "in.txt", "out.txt", "real.txt")
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_the_command_line_counts_rows_with_errors(dates_bundle: Path, tmp_path: Path) -> None:

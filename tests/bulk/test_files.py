@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,16 @@ import pytest
 
 from tests.bulk.corpus import check_outputs, outputs, read
 from tests.command import run
-from tests.conftest import Once
-from tests.test_inputs import AUDIO, SPEECH, samples, wav, write_bundle
+from tests.test_inputs import samples, wav
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.run import generate_file
 from tfexport.cli.generate import EXIT_ROWS
 from tfexport.errors import InputError
-from tfexport.model.load import load
 from tfexport.model.model import Model
 
 SMALL = BulkConfig(rows_per_part=7, batch_size=1, input_column="audio")
 FILES = [wav(samples(0.1 + 0.13 * number, number)) for number in range(11)]
 SAMPLING: dict[str, Any] = {"do_sample": True, "seed": 3, "max_new_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def bundle(once: Once) -> Path:
-    return once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))
-
-
-@pytest.fixture(scope="module")
-def speech(bundle: Path) -> Iterator[Model]:
-    with load(bundle, threads=1) as model:
-        yield model
 
 
 @pytest.fixture
@@ -87,14 +73,14 @@ def test_content_of_files_in_parquet(speech: Model, is_nested: bool, tmp_path: P
 
 
 def test_wrong_files_are_errors_of_their_rows(
-    bundle: Path, speech: Model, model: Model, paths: list[str], tmp_path: Path
+    speech_bundle: Path, speech: Model, model: Model, paths: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "text.wav").write_text("hello")
     (tmp_path / "long.wav").write_bytes(wav(samples(5)))
     wrong = {1: "missing.wav", 4: str(tmp_path), 5: str(tmp_path / "text.wav"), 6: None, 9: str(tmp_path / "long.wav")}
     values = [wrong.get(number, path) for number, path in enumerate(paths)]
     source, out = write(tmp_path / "in.parquet", values), tmp_path / "out.jsonl"
-    done = run("generate", bundle, "--input", source, "--output", out, "--input-column", "audio")
+    done = run("generate", speech_bundle, "--input", source, "--output", out, "--input-column", "audio")
     assert done.exit_code == EXIT_ROWS
     wanted = expected(speech)
     for number, row in enumerate(outputs(out)):

@@ -8,15 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.bundle.made import CONTENT, cannot_create, fill, make, siblings
+from tests.command import ran
 from tests.tensorrt.artifact import stored
 from tfexport._io import atomic
 from tfexport._io.strict_json import seal
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.bundle.contents import EngineFiles
-from tfexport.cli import main
 from tfexport.errors import BundleError, EngineError
 from tfexport.tensorrt.store import add_engine, choose_engine, open_engine
 
@@ -118,10 +117,8 @@ def test_engines_stay_and_are_stale_if_their_sources_changed(bundle: Path, engin
     opened = open_bundle(bundle)
     with pytest.raises(EngineError, match=r"weights\.safetensors: built with .*; build it again with: tfexport trt"):
         choose_engine(opened, NAME, stored.MACHINE)
-    shown = CliRunner().invoke(main, ["inspect", str(bundle), "--json"])
-    assert json.loads(shown.stdout)["engines"][NAME]["stale"] is True
-    shown = CliRunner().invoke(main, ["inspect", str(bundle)])
-    assert "  stale, cannot be used here: weights.safetensors: built with" in shown.stdout
+    assert json.loads(ran("inspect", bundle, "--json").stdout)["engines"][NAME]["stale"] is True
+    assert "  stale, cannot be used here: weights.safetensors: built with" in ran("inspect", bundle).stdout
 
 
 def test_a_bundle_is_not_replaced_while_an_engine_is_built(bundle: Path, engine: Path) -> None:

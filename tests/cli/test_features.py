@@ -16,7 +16,7 @@ from tests.command import ran, refuses, run
 from tests.conftest import Once
 from tests.runtime.exported import sense_graphs
 from tests.stranger import senses
-from tests.test_inputs import AUDIO, SPEECH, samples, wav, write_bundle
+from tests.test_inputs import samples, wav
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bundle.card import render_card
 from tfexport.errors import ConfigError
@@ -25,16 +25,11 @@ from tfexport.export.config import ExportConfig
 from tfexport.tensorrt.store import engine_names, open_engine
 
 
-@pytest.fixture(scope="module")
-def speech(once: Once) -> Path:
-    return once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))
-
-
-def test_the_blocks_of_the_card_run(speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = (speech / "README.md").read_text(encoding="utf-8")
+def test_the_blocks_of_the_card_run(speech_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = (speech_bundle / "README.md").read_text(encoding="utf-8")
     assert "Longest source: 200 positions" in card
     (tmp_path / "recording.wav").write_bytes(wav(samples()))
-    (tmp_path / "b").symlink_to(speech)
+    (tmp_path / "b").symlink_to(speech_bundle)
     monkeypatch.chdir(tmp_path)
     command, program, _ = re.findall(r"^```\w+\n(.+?)\n```$", card, re.MULTILINE | re.DOTALL)
     assert ran(*(word.replace(".", "b") if word == "." else word for word in shlex.split(command)[1:])).stdout
@@ -62,23 +57,23 @@ def test_inspect_lists_what_the_encoder_reads(once: Once) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["single", "server"])
-def test_bench_draws_features(scenario: str, speech: Path, tmp_path: Path) -> None:
+def test_bench_draws_features(scenario: str, speech_bundle: Path, tmp_path: Path) -> None:
     rate = ("--rate", 30, "--slots", 2) if scenario == "server" else ()
     sizes = ("--source-length", 7, "--target-length", 4, "--duration", 0.1, "--processes", 1)
-    run("bench", speech, "--scenario", scenario, *rate, *sizes, "--no-verify", "--json", tmp_path / "report")
+    run("bench", speech_bundle, "--scenario", scenario, *rate, *sizes, "--no-verify", "--json", tmp_path / "report")
     (cell,) = json.loads((tmp_path / "report").read_text())["cells"]
     assert cell["metrics"]["input_sequence_length"]["value"] == 7
     assert cell["metrics"]["output_sequence_length"]["value"] == 4
 
 
-def test_bench_takes_files_and_no_url(speech: Path, tmp_path: Path) -> None:
+def test_bench_takes_files_and_no_url(speech_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(wav(samples()))
     (tmp_path / "list").write_text(f"{tmp_path / 'a.wav'}\n")
     effort = ("--target-length", 4, "--duration", 0.1, "--processes", 1, "--no-verify", "--json", tmp_path / "report")
-    run("bench", speech, "--input", tmp_path / "list", *effort)
+    run("bench", speech_bundle, "--input", tmp_path / "list", *effort)
     assert json.loads((tmp_path / "report").read_text())["cells"][0]["metrics"]["input_sequence_length"]["value"] == 24
     server = ("--url", "http://127.0.0.1:9", "--scenario", "server", "--rate", 1)
-    refuses(run("bench", speech, *server), "reads features")
+    refuses(run("bench", speech_bundle, *server), "reads features")
 
 
 def test_a_fixed_number_of_positions_is_that_of_the_bench() -> None:
@@ -89,18 +84,18 @@ def test_a_fixed_number_of_positions_is_that_of_the_bench() -> None:
     assert len(caught.value.problems) == 1
 
 
-def test_bulk_reads_the_files_that_rows_name(speech: Path, tmp_path: Path) -> None:
+def test_bulk_reads_the_files_that_rows_name(speech_bundle: Path, tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.wav" for number in range(3)]
     for number, path in enumerate(paths):
         path.write_bytes(wav(samples(0.3 + number, number)))
     (tmp_path / "in.txt").write_text("".join(f"{path}\n" for path in paths))
     files = ("--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt")
-    ran("generate", speech, *files, "--max-new-tokens", 5)
-    with tfexport.load(speech) as model:
+    ran("generate", speech_bundle, *files, "--max-new-tokens", 5)
+    with tfexport.load(speech_bundle) as model:
         expected = [result.text for result in model.generate(paths, max_new_tokens=5)]
     assert (tmp_path / "out.txt").read_text().splitlines() == expected
     paths[1].write_bytes(b"no audio")
-    assert "row 2: " in ran("generate", speech, *files, "--batch-size", 1, code=1).stderr
+    assert "row 2: " in ran("generate", speech_bundle, *files, "--batch-size", 1, code=1).stderr
 
 
 @pytest.mark.slow

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tfexport
 from models.from_scratch.notebook_004 import Notebook004
+from tests.command import ran
 from tests.importing.layout.test_apply import IDENTITY, state
 from tfexport.cli import main
 from tfexport.importing.layout.layout import builtin_layouts, read_layout, render_layout
@@ -28,8 +29,7 @@ from tfexport.nn.directory import load_model
 
 
 def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ["import", *map(str, words)])
-    assert result.exit_code == code, result.output
+    result = ran("import", *words, code=code)
     if code:
         assert result.stderr.splitlines()[-1].startswith("error: ")
         assert "Traceback" not in result.output

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+from tests.command import ran
 from tests.conftest import DATES, ROOT
 from tests.test_docs import blocks
-from tfexport.cli import main
 
 PAGE = ROOT / "docs" / "guides" / "languages.md"
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -111,7 +110,5 @@ def dates() -> list[str]:
 def expected(bundle: Path, texts: list[str], folder: Path) -> list[dict[str, object]]:
     """Return the outputs of tfexport's command line, as the programs print them."""
     (folder / "texts").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
-    result = CliRunner().invoke(main, ["generate", str(bundle), "--input", str(folder / "texts"), "--json"])
-    assert result.exit_code == 0, result.output
-    answers = map(json.loads, result.stdout.splitlines())
+    answers = map(json.loads, ran("generate", bundle, "--input", folder / "texts", "--json").stdout.splitlines())
     return [{name: answer[name] for name in ("text", "token_ids", "finish_reason")} for answer in answers]

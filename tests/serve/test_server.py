@@ -19,13 +19,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
-from tests.command import refuses
+from tests.command import ran, refuses
 from tests.conftest import ROOT
 from tests.serve.running import COMMAND, PATIENCE_S, Running, eventually, running
 from tests.test_docs import same
-from tfexport.cli import main
 from tfexport.serve.config import ServerConfig
 from tfexport.serve.server import SEND_BUFFER_BYTES, listen
 
@@ -44,9 +42,7 @@ def server(dates_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def refused(*arguments: object) -> str:
-    result = CliRunner().invoke(main, ["serve", *map(str, arguments)])
-    assert result.exit_code == 1
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in ran("serve", *arguments, code=1).stderr.splitlines() if line.startswith("error: ")]
     return line
 
 

@@ -17,24 +17,12 @@ from tests.serve.served import Outcomes, is_idle, serving, text_of, until
 from tests.test_inputs import AUDIO, SPEECH, samples, wav, write_bundle
 from tfexport.errors import BackendError, Cancelled, ConfigError, DeadlineExceeded, Draining, InputError, QueueFull
 from tfexport.features.processor import AudioProcessor
-from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 SIGNAL = samples()
 FILE = wav(SIGNAL)
-
-
-@pytest.fixture(scope="module")
-def bundle(once: Once) -> Path:
-    return once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))
-
-
-@pytest.fixture(scope="module")
-def speech(bundle: Path) -> Iterator[Model]:
-    with load(bundle, threads=1) as model:
-        yield model
 
 
 class Slow:
@@ -60,10 +48,10 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     slow.go_on.set()
 
 
-async def test_every_kind_of_source_gets_the_answers_of_the_model(bundle: Path, speech: Model) -> None:
+async def test_every_kind_of_source_gets_the_answers_of_the_model(speech_bundle: Path, speech: Model) -> None:
     ((features,), options) = speech.read([FILE]), {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
     expected = text_of(speech.generate([FILE], **options))
-    async with serving(bundle) as engine:
+    async with serving(speech_bundle) as engine:
         for source in (FILE, features, memoryview(features), (SIGNAL / np.float32(32768), 16_000)):
             assert text_of(await engine.generate(source, **options)) == expected
         (found,) = await engine.generate_ids(features, max_new_tokens=6)
@@ -73,12 +61,12 @@ async def test_every_kind_of_source_gets_the_answers_of_the_model(bundle: Path, 
         assert ("".join(pieces), len(pieces) > 3) == (greedy.text, True)
 
 
-async def test_bad_sources_are_refused_and_counted(bundle: Path, tmp_path: Path) -> None:
+async def test_bad_sources_are_refused_and_counted(speech_bundle: Path, tmp_path: Path) -> None:
     (path := tmp_path / "a.wav").write_bytes(FILE)
     bad: list[Any] = [b"", b"fLaC", FILE[:99], str(path), path, [5, 6], None, np.zeros((9, 3)), (str(path), 16_000)]
     bad.append(np.zeros((500, 20), np.float32))  # longer than the model reads
     observer = Outcomes()
-    async with serving(bundle, observer) as engine:
+    async with serving(speech_bundle, observer) as engine:
         for source in bad:
             with pytest.raises(InputError):
                 await engine.generate(source)
@@ -90,8 +78,8 @@ async def test_bad_sources_are_refused_and_counted(bundle: Path, tmp_path: Path)
     assert observer.counts == {"invalid": 2 * len(bad) + 1}
 
 
-async def test_the_event_loop_runs_while_a_source_is_read(bundle: Path, speech: Model, slow: Slow) -> None:
-    async with serving(bundle) as engine:
+async def test_the_event_loop_runs_while_a_source_is_read(speech_bundle: Path, speech: Model, slow: Slow) -> None:
+    async with serving(speech_bundle) as engine:
         generation = engine.submit(FILE)
         await until(lambda: bool(slow.threads))
         assert (engine.num_waiting, engine.num_running) == (1, 0)
@@ -100,9 +88,9 @@ async def test_the_event_loop_runs_while_a_source_is_read(bundle: Path, speech: 
         assert text_of(await generation) == text_of(speech.generate([FILE]))
 
 
-async def test_unread_requests_wait_in_the_queue(bundle: Path, slow: Slow) -> None:
+async def test_unread_requests_wait_in_the_queue(speech_bundle: Path, slow: Slow) -> None:
     observer = Outcomes()
-    async with serving(bundle, observer, max_waiting=2) as engine:
+    async with serving(speech_bundle, observer, max_waiting=2) as engine:
         first, late = engine.submit(FILE), engine.submit(FILE, timeout_s=0.05)
         with pytest.raises(QueueFull):
             engine.submit(FILE)
@@ -119,8 +107,8 @@ async def test_unread_requests_wait_in_the_queue(bundle: Path, slow: Slow) -> No
     assert observer.counts == {"ok": 1, "queue_full": 1, "deadline": 1, "cancelled": 1}
 
 
-async def test_drain_and_replace_finish_what_is_being_read(bundle: Path, slow: Slow) -> None:
-    async with serving(bundle) as engine:
+async def test_drain_and_replace_finish_what_is_being_read(speech_bundle: Path, slow: Slow) -> None:
+    async with serving(speech_bundle) as engine:
         accepted = engine.submit(FILE)
         replaced = asyncio.create_task(engine.replace())
         await until(lambda: len(engine._all_served) == 2)
@@ -136,8 +124,8 @@ async def test_drain_and_replace_finish_what_is_being_read(bundle: Path, slow: S
         assert is_idle(engine)
 
 
-async def test_drain_ends_what_is_not_read_in_time(bundle: Path, slow: Slow) -> None:
-    async with serving(bundle) as engine:
+async def test_drain_ends_what_is_not_read_in_time(speech_bundle: Path, slow: Slow) -> None:
+    async with serving(speech_bundle) as engine:
         generation = engine.submit(FILE)
         await until(lambda: bool(slow.threads))
         assert not await engine.drain(0.1)
@@ -146,7 +134,7 @@ async def test_drain_ends_what_is_not_read_in_time(bundle: Path, slow: Slow) -> 
 
 
 async def test_a_processor_failure_ends_only_its_request(
-    bundle: Path, speech: Model, monkeypatch: pytest.MonkeyPatch
+    speech_bundle: Path, speech: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extract = AudioProcessor.extract
 
@@ -156,7 +144,7 @@ async def test_a_processor_failure_ends_only_its_request(
         return extract(processor, source, rate=rate)
 
     monkeypatch.setattr(AudioProcessor, "extract", failing)
-    async with serving(bundle) as engine:
+    async with serving(speech_bundle) as engine:
         broken, whole = engine.submit(b"bug"), engine.submit(FILE)
         with pytest.raises(BackendError):
             await broken
@@ -171,9 +159,9 @@ async def test_texts_and_files_are_for_their_models(dates_bundle: Path) -> None:
                 engine.submit(source)
 
 
-async def test_no_text_is_opened_as_a_file(bundle: Path, once: Once, tmp_path: Path) -> None:
+async def test_no_text_is_opened_as_a_file(speech_bundle: Path, once: Once, tmp_path: Path) -> None:
     (path := tmp_path / "a.wav").write_bytes(FILE)
-    async with serving(bundle) as engine:
+    async with serving(speech_bundle) as engine:
         with pytest.raises(InputError):
             await engine.align(str(path), "w5")
     config = replace(SPEECH, decoder=None, target_vocab=None, max_target_length=None)

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from tests.serve.running import eventually
 
 # Of an environment with nvidia-pytriton, NumPy 1 and tfexport[cpu].
 PYTHON = Path(os.environ.get("TRITON_PYTHON", ROOT / "build" / "triton" / "bin" / "python"))
-PATIENCE_S = 60.0
 _WHERE = (
     "import importlib.util as util, sysconfig; "
     "print(util.find_spec('pytriton').submodule_search_locations[0]); "
@@ -104,13 +103,6 @@ def free_ports(number: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
-
-
-def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.02)
 
 
 class Client:

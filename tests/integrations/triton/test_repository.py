@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import tfexport
+from tests.command import ran
 from tfexport.bundle.bundle import open_bundle
-from tfexport.cli import main
 from tfexport.errors import BundleError, ConfigError
 from tfexport.generation import DecodeConfig
 from tfexport.integrations.triton._config import Settings
@@ -193,14 +192,10 @@ def test_a_missing_tfexport_is_reported_with_the_install_command(repository: Pat
 
 def test_the_command_prints_how_to_serve(dates_bundle: Path, tmp_path: Path) -> None:
     output = tmp_path / "models"
-
-    def run(*more: str) -> Any:
-        return CliRunner().invoke(main, ["triton", f"de={dates_bundle}", "--output", str(output), *more])
-
-    done = run("--slots", "4", "--no-stream")
-    assert done.exit_code == 0, done.output
+    command = ("triton", f"de={dates_bundle}", "--output", output)
+    done = ran(*command, "--slots", "4", "--no-stream")
     assert f"tritonserver --model-repository {output}" in done.output
     assert 'key: "slots", value: { string_value: "4" }' in (output / "de" / "config.pbtxt").read_text()
-    assert run().exit_code == 1
-    assert run("--force").exit_code == 0
+    ran(*command, code=1)
+    ran(*command, "--force")
     assert (output / "de_stream").is_dir()

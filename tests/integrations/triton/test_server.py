@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tests.integrations.triton.server import PATIENCE_S, PYTHON, Client, Triton, eventually, triton
+from tests.integrations.triton.server import PYTHON, Client, Triton, triton
 from tests.serve.http.test_generate import KINDS
+from tests.serve.running import PATIENCE_S, eventually
 from tests.test_docs import blocks
 from tfexport.integrations.triton.repository import write_repository
 from tfexport.model.model import Model

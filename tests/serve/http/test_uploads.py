@@ -7,19 +7,17 @@ import json
 import shlex
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.conftest import Once
 from tests.serve.http.served import OFFERS, Served, on_port, serving
 from tests.serve.http.test_refusals import check
 from tests.serve.running import running
-from tests.test_inputs import AUDIO, SPEECH, samples, wav, write_bundle
-from tfexport.model.load import load
+from tests.test_inputs import samples, wav
 from tfexport.model.model import Model
 from tfexport.serve.config import HttpConfig
 
@@ -27,26 +25,15 @@ TRANSCRIBE = "/v1/audio/transcriptions"
 FILE = ("speech.wav", wav(samples()), "audio/wav")
 
 
-@pytest.fixture(scope="module")
-def bundle(once: Once) -> Path:
-    return once("speech", lambda path: write_bundle(path, SPEECH, AUDIO))
-
-
-@pytest.fixture(scope="module")
-def speech(bundle: Path) -> Iterator[Model]:
-    with load(bundle, threads=1) as model:
-        yield model
-
-
 async def upload(served: Served, path: str = TRANSCRIBE, file: Any = FILE, **fields: str) -> Any:
     return await served.client.post(path, files={"file": file}, data=fields)
 
 
-async def test_sixteen_uploads_at_once_get_the_text_of_the_model(bundle: Path, speech: Model) -> None:
+async def test_sixteen_uploads_at_once_get_the_text_of_the_model(speech_bundle: Path, speech: Model) -> None:
     files = [wav(samples(0.1 + 0.11 * number, number)) for number in range(16)]
     expected = [speech.generate([file])[0] for file in files]
     assert len({one.text for one in expected}) > 3
-    async with serving(bundle, slots=5) as served:
+    async with serving(speech_bundle, slots=5) as served:
         answers = await asyncio.gather(*(upload(served, file=("a.wav", file)) for file in files))
         assert [answer.json() for answer in answers] == [{"text": one.text} for one in expected]
         positions = sum((len(source) + 1) // 2 for source in speech.read(files))
@@ -54,8 +41,8 @@ async def test_sixteen_uploads_at_once_get_the_text_of_the_model(bundle: Path, s
         assert served.metrics.total("tfexport_requests_total", "dates") == len(files)
 
 
-async def test_fields_of_a_transcription(bundle: Path, speech: Model) -> None:
-    async with serving(bundle) as served:
+async def test_fields_of_a_transcription(speech_bundle: Path, speech: Model) -> None:
+    async with serving(speech_bundle) as served:
         for fields, options in (
             ({"model": "dates", "temperature": "0", "language": "", "prompt": ""}, {}),
             ({"num_beams": "3", "max_new_tokens": "4"}, {"num_beams": 3, "max_new_tokens": 4}),
@@ -118,8 +105,8 @@ BAD_BODIES: tuple[tuple[dict[str, Any], int, str], ...] = (
 )
 
 
-async def test_bad_uploads_are_refused_with_the_reason(bundle: Path) -> None:
-    async with serving(bundle) as served:
+async def test_bad_uploads_are_refused_with_the_reason(speech_bundle: Path) -> None:
+    async with serving(speech_bundle) as served:
 
         async def refuses(answer: Any, status: int, why: str) -> None:
             error = (answer := await answer).json()["error"]
@@ -139,7 +126,7 @@ async def test_bad_uploads_are_refused_with_the_reason(bundle: Path) -> None:
         assert (await upload(served)).status_code == 200
 
 
-async def test_an_upload_is_cut_at_the_limit_while_it_arrives(bundle: Path) -> None:
+async def test_an_upload_is_cut_at_the_limit_while_it_arrives(speech_bundle: Path) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -151,7 +138,7 @@ async def test_an_upload_is_cut_at_the_limit_while_it_arrives(bundle: Path) -> N
 
     headers = {"Content-Type": "multipart/form-data; boundary=x", "Transfer-Encoding": "chunked"}
     for limit in (100_000, 3_000_000):
-        async with serving(bundle, HttpConfig(max_upload_bytes=limit)) as served:
+        async with serving(speech_bundle, HttpConfig(max_upload_bytes=limit)) as served:
             sent = 0
             answer = await served.client.post(TRANSCRIBE, content=endless(), headers=headers)
             assert (answer.status_code, str(limit) in answer.text) == (413, True)
@@ -159,7 +146,7 @@ async def test_an_upload_is_cut_at_the_limit_while_it_arrives(bundle: Path) -> N
             assert (await upload(served)).status_code == 200
 
 
-async def test_uploads_above_the_memory_of_sixteen_are_429(bundle: Path) -> None:
+async def test_uploads_above_the_memory_of_sixteen_are_429(speech_bundle: Path) -> None:
     wait = asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -167,7 +154,7 @@ async def test_uploads_above_the_memory_of_sixteen_are_429(bundle: Path) -> None
         await wait.wait()
 
     headers = {"Content-Type": "multipart/form-data; boundary=x", "Transfer-Encoding": "chunked"}
-    async with serving(bundle, HttpConfig(max_upload_bytes=100_000, max_body_bytes=1024)) as served:
+    async with serving(speech_bundle, HttpConfig(max_upload_bytes=100_000, max_body_bytes=1024)) as served:
         asked = [
             asyncio.create_task(served.client.post(TRANSCRIBE, content=slow(), headers=headers)) for _ in range(20)
         ]
@@ -180,10 +167,10 @@ async def test_uploads_above_the_memory_of_sixteen_are_429(bundle: Path) -> None
         assert (await upload(served)).status_code == 200
 
 
-async def test_forms_are_answered_by_generate(bundle: Path, speech: Model) -> None:
+async def test_forms_are_answered_by_generate(speech_bundle: Path, speech: Model) -> None:
     options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4}
     expected = speech.generate([FILE[1]], **options)
-    async with serving(bundle) as served:
+    async with serving(speech_bundle) as served:
         fields = {"id": "7", "parameters": json.dumps(options)}
         found = (await upload(served, "/v2/models/dates/generate", **fields)).json()
         assert (found["id"], found["text_output"]) == ("7", [one.text for one in expected])
@@ -195,7 +182,7 @@ async def test_forms_are_answered_by_generate(bundle: Path, speech: Model) -> No
         check(await upload(served, "/v2/models/dates/align"), 415, "expected application/json")
 
 
-async def test_texts_and_files_are_for_their_models(bundle: Path, dates_bundle: Path, tmp_path: Path) -> None:
+async def test_texts_and_files_are_for_their_models(speech_bundle: Path, dates_bundle: Path, tmp_path: Path) -> None:
     (path := tmp_path / "a.wav").write_bytes(FILE[1])
     asked = (
         ("/v1/completions", {"prompt": str(path)}),
@@ -205,7 +192,7 @@ async def test_texts_and_files_are_for_their_models(bundle: Path, dates_bundle: 
         ("/v2/models/dates/generate_stream", {"text_input": str(path)}),
         ("/tokenize", {"prompt": str(path)}),
     )
-    async with serving(bundle, OFFERS) as served:
+    async with serving(speech_bundle, OFFERS) as served:
         for place, data in asked:
             answer = await served.client.post(place, json=data)
             assert (answer.status_code, "this model reads audio" in answer.text) == (400, True), place
@@ -217,9 +204,9 @@ async def test_texts_and_files_are_for_their_models(bundle: Path, dates_bundle: 
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_curl_uploads_a_file_as_the_server_shows(bundle: Path, speech: Model, tmp_path: Path) -> None:
+def test_curl_uploads_a_file_as_the_server_shows(speech_bundle: Path, speech: Model, tmp_path: Path) -> None:
     (tmp_path / "speech.wav").write_bytes(FILE[1])
-    with running(tmp_path, bundle, "--threads", 1) as server:
+    with running(tmp_path, speech_bundle, "--threads", 1) as server:
         assert server.lines[1].endswith("up to 200 source positions and 24 target tokens")
         words = shlex.split(server.lines[-2])
         answer = subprocess.run(words, cwd=tmp_path, capture_output=True, check=True, timeout=60)
@@ -227,14 +214,14 @@ def test_curl_uploads_a_file_as_the_server_shows(bundle: Path, speech: Model, tm
 
 
 @pytest.mark.parametrize("is_binary", [True, False])
-def test_tensors_hold_features_or_files(bundle: Path, speech: Model, is_binary: bool) -> None:
+def test_tensors_hold_features_or_files(speech_bundle: Path, speech: Model, is_binary: bool) -> None:
     triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
     files = [wav(samples(0.3 + number, number)) for number in range(3)]
     expected = [[speech.generate([file], num_beams=2)[0].text.encode()] for file in files]
     tensors = [triton.InferInput("features", features.shape, "FP32") for features in speech.read(files)]
     for tensor, features in zip(tensors, speech.read(files), strict=True):
         tensor.set_data_from_numpy(features, binary_data=is_binary)
-    with on_port(bundle, "speech") as address:
+    with on_port(speech_bundle, "speech") as address:
         client = triton.InferenceServerClient(address)
         found = [client.infer("speech", [tensor], parameters={"num_beams": 2}) for tensor in tensors]
         assert [one.as_numpy("text_output")[0].tolist() for one in found] == expected
@@ -267,8 +254,8 @@ BAD_TENSORS: tuple[tuple[list[dict[str, Any]], str], ...] = (
 )
 
 
-async def test_bad_tensors_are_refused_with_the_reason(bundle: Path, dates_bundle: Path) -> None:
-    async with serving(bundle, HttpConfig(max_body_bytes=2048, max_upload_bytes=4096)) as served:
+async def test_bad_tensors_are_refused_with_the_reason(speech_bundle: Path, dates_bundle: Path) -> None:
+    async with serving(speech_bundle, HttpConfig(max_body_bytes=2048, max_upload_bytes=4096)) as served:
         for inputs, why in BAD_TENSORS:
             check(await served.post("infer", {"inputs": inputs}), 400, why)
         assert served.metrics.total("tfexport_requests_total", "dates") == len(BAD_TENSORS)
