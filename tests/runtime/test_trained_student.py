@@ -67,5 +67,5 @@ def test_a_trained_student_is_the_same_at_every_stage(once: Once, tmp_path_facto
         export_bundle(str(folder / "model"), folder / precision, ExportConfig(precision=precision))
         with tfexport.load(folder / precision, threads=1) as student:
             results = student.generate_ids(sources, max_new_tokens=9)
-        right = [list(one.token_ids) == wanted for one, wanted in zip(results, targets, strict=True)]
+        right = [list(one.token_ids) == wanted for (one,), wanted in zip(results, targets, strict=True)]
         assert np.mean(right) > 0.97, precision
