@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tfexport.model.model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
-DATES = ROOT / "models" / "dates"
+DATES, DIGITS = ROOT / "models" / "dates", ROOT / "models" / "digits"
 Once = Callable[[str, Callable[[Path], object]], Path]
 OPTIONAL = ("hypothesis", "transformers", "fastapi", "uvicorn", "prometheus_client", "httpx")
 
@@ -104,6 +104,12 @@ def dates_bundle(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
+def digits_bundle(once: Once) -> Path:
+    """Export models/digits in fp32, only for the CPU."""
+    return exported(once, "digits", str(DIGITS), variants=("contrib",))
+
+
+@pytest.fixture(scope="session")
 def dates_fp16(once: Once) -> Path:
     """Export models/dates in fp16."""
     return exported(once, "dates-fp16", str(DATES), precision="fp16")
@@ -157,10 +163,12 @@ def meetings(once: Once) -> Path:
 
 
 @pytest.fixture
-def workplace(dates_bundle: Path, dates_aligned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(
+    dates_bundle: Path, dates_aligned: Path, digits_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Change to a directory with the results of the first commands of the README."""
     (tmp_path / "build").mkdir()
-    bundles = {"dates": dates_bundle, "larger": dates_bundle, "aligned": dates_aligned}
+    bundles = {"dates": dates_bundle, "larger": dates_bundle, "aligned": dates_aligned, "digits": digits_bundle}
     for name, bundle in bundles.items():
         (tmp_path / "build" / name).symlink_to(bundle)
     (tmp_path / "models").symlink_to(ROOT / "models")

@@ -21,7 +21,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tests.conftest import DATES, ROOT
+from tests.conftest import DATES, DIGITS, ROOT
 from tfexport.cli import main
 from tfexport.generation import GenerationDefaults
 
@@ -29,6 +29,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT
 OTHERS = [
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "models/README.md")),
     DATES / "README.md",
+    DIGITS / "README.md",
 ]
 MARK = re.compile(r"<!-- (needs|runs): (.+) -->\n\Z")
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
