@@ -37,7 +37,7 @@ def trained() -> Transformer:
         tokens=TokenIds(pad=PAD, start=START, eos=EOS, unk=UNK),
         embedding_scale=32**0.5,
     )
-    model, kind = Transformer(config).train(), model_spec(config, "fp32").source
+    model, spec = Transformer(config).train(), model_spec(config, "fp32")
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(120):
         names = torch.randint(ID["Ada"], ID["Finn"] + 1, (2, 64))
@@ -49,7 +49,7 @@ def trained() -> Transformer:
         mask, read = torch.ones_like(source, dtype=torch.bool), target[:, :-1]
         loss = F.cross_entropy(model(source, mask, read).flatten(0, 1), target[:, 1:].flatten())
         # Guided alignment: train one head to attend to day and names.
-        weights = align(model, HEAD, kind, (source, mask), read)
+        weights = align(model, HEAD, spec, (source, mask), read)
         loss = loss - weights[:, (0, 2, 4), (4, 0, 2)].log().mean()
         optimizer.zero_grad()
         loss.backward()

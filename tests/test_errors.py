@@ -49,6 +49,11 @@ def test_every_error_crosses_processes_whole() -> None:
     assert full.retry_after_s == 7
 
 
+def test_every_message_is_one_printable_line() -> None:
+    for kind in CLASSES.values():
+        assert str(kind("a\nb\x1b[31m\u202e")) == r"a\nb\x1b[31m\u202e"
+
+
 def test_an_error_carries_the_parts_of_its_message() -> None:
     error = InputError("a is 1, expected 2", "b is missing", subject="x.json", remedy="write it again")
     assert (error.subject, error.problems) == ("x.json", ("a is 1, expected 2", "b is missing"))

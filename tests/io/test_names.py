@@ -29,7 +29,6 @@ class Bytes:
 @pytest.mark.parametrize(
     ("value", "why"), [("a\0b", "null character"), ("caf\udce9", "not valid UTF-8"), (Bytes(), "expected a path")]
 )
-def test_characters_not_allowed_in_paths_are_refused_in_one_line(value: object, why: str) -> None:
-    with pytest.raises(ConfigError, match=why) as caught:
+def test_characters_not_allowed_in_paths_are_refused(value: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
         checked_path(value, "path")
-    assert str(caught.value).isprintable()

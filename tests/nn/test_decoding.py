@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import tiny
 from tests.tiny import VARIANTS, VOCAB
-from tfexport.nn.cache import ConcatCache, Cross, Source, StateCache, row_cache
+from tfexport.nn.cache import Cross, Source, row_cache
 from tfexport.nn.config import model_spec
 from tfexport.nn.transformer import Transformer
 
@@ -42,10 +42,7 @@ def test_steps_equal_full_forward(model: Transformer, passes: list[int], beams: 
     expected = model(source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids)
     cross, cache = Cross(model.encode(source_ids, Source(source_mask)), source_mask), None
     for newest, position in zip(target_ids.split(passes, 1), accumulate(passes), strict=True):
-        if isinstance(cache, StateCache):
-            cache = StateCache(cache.present, newest, newest.new_full((len(newest),), position - newest.shape[1]))
-        else:
-            cache = ConcatCache(cache.present, newest) if cache else model.empty_cache(newest)
+        cache = cache.following(newest) if cache else model.empty_cache(newest)
         assert_close(model.decode_step(newest, cross, cache), expected[:, position - 1])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tfexport.errors import ConfigError
-from tfexport.nn.cache import ConcatCache, Cross, Source, StateCache
+from tfexport.nn.cache import Cross, Source
 from tfexport.nn.config import model_spec
 from tfexport.nn.presets import build_preset, preset
 from tfexport.nn.source import encoder_inputs, position_mask
@@ -90,10 +90,7 @@ def test_greedy_decoding_is_not_degenerate(name: str) -> None:
         assert logits.isfinite().all()
         assert 1 < logits.std(-1).min() < 10
         ids = logits.argmax(-1, keepdim=True)
-        if isinstance(cache, StateCache):
-            cache = StateCache(cache.present, ids, torch.full((4,), len(decoded) + 1))
-        else:
-            cache = ConcatCache(cache.present, ids)
+        cache = cache.following(ids)
         decoded.append(ids)
     rows = torch.cat(decoded, 1).tolist()
     assert len({tuple(row) for row in rows}) == 4

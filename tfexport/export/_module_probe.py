@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tfexport.contract import ModelSpec
 from tfexport.errors import GraphError, ParityError, raise_all, raised_by
 from tfexport.export.decoders import ModuleTraits
-from tfexport.nn.cache import ConcatCache, Cross, KeyValue, Source
+from tfexport.nn.cache import ConcatCache, Cross, KeyValue, Source, StateCache, empty_buffers, empty_cache, paired
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.eager import EagerModel, EncoderDecoder
 from tfexport.nn.source import encoder_inputs, position_mask
@@ -53,21 +53,22 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTr
         _recording(Cross(pairs, torch.from_numpy(sources.mask)), softcaps),
         getattr(torch, FLOAT[spec.precision]),
     )
-    rows, widths = (_BATCH, spec.cache_heads, _PAST_LEN), (spec.head_dim, spec.value_dim)
-    past = KeyValue(*(torch.zeros(*rows, width, dtype=dtype) for width in widths))
-    cache = _recording(ConcatCache([past] * spec.layers, target_ids), cache_softcaps)
+    past = empty_buffers(spec.cache, _BATCH, _PAST_LEN, torch.zeros(0, dtype=dtype))
+    cache: Any = StateCache(past, target_ids, torch.full((_BATCH,), _PAST_LEN))
+    if spec.cache.grows:
+        cache = _recording(ConcatCache(paired(past), target_ids), cache_softcaps)
     logits: object = _call(_STEP, module.decode_step, target_ids, cross, cache)
     problems = _shape_problems("decode_step returns", logits, [_BATCH, spec.vocab], "rows, vocab: of the last position")
     if len(cache.present) != spec.layers:
         problems.append(
             f"decode_step keeps {len(cache.present)} layers in the cache, the spec has {spec.layers}; "
-            "call cache.attend once in each"
+            f"call cache.{'attend' if spec.cache.grows else 'recur'} once in each"
         )
     elif isinstance(logits, Tensor) and logits.dtype != torch.float32:
         problems.append(f"decode_step returns {logits.dtype}, expected torch.float32; end it with .float()")
     raise_all(GraphError, _SUBJECT, problems)
     return ModuleTraits(
-        by_hand=len(cache_softcaps) < spec.layers,
+        by_hand=spec.cache.grows and len(cache_softcaps) < spec.layers,
         softcap=any((*softcaps, *cache_softcaps)),
         head_dim=spec.head_dim,
         value_dim=spec.value_dim,
@@ -138,10 +139,10 @@ def _functions(model: EagerModel, spec: ModelSpec) -> dict[str, Callable[..., Te
         pairs, logits = _call(encoding, module.encode, x, Source(mask)), torch.empty(0)
         cross_mask = position_mask(kind, mask)
         encode(x.flip(1), mask.flip(1))  # has no effect unless the module keeps state
-        past = [KeyValue(pair.key[:, :, :0], pair.value[:, :, :0]) for pair in pairs]
+        cache = None
         for part in torch.split(target_ids, step, 1):
-            cache = ConcatCache(past, part)
-            logits, past = _call(_STEP, module.decode_step, part, Cross(pairs, cross_mask), cache), cache.present
+            cache = cache.following(part) if cache else empty_cache(spec.cache, part, pairs[0].key)
+            logits = _call(_STEP, module.decode_step, part, Cross(pairs, cross_mask), cache)
         return logits
 
     if spec.has_decoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
@@ -43,8 +44,8 @@ def load(
         path: directory of the bundle.
         backend: "ort", "eager" or "trt"; "auto" uses the first of them that is installed and can run the bundle.
         variant: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
-        threads: CPU threads of one call in ONNX Runtime. "auto" gives the encoder all available cores, and the decoder
-            all or one, depending on its size. None lets ONNX Runtime start one on each core that it finds.
+        threads: CPU threads of one call in ONNX Runtime. "auto" uses all available cores, but one thread for small runs
+            of small models. None lets ONNX Runtime start one on each core that it finds.
         device: "cpu" or "cuda". There is no fallback to another device.
         engine: name of the engine for backend "trt"; None uses the only engine that fits this machine.
         trusted_keys: public key files. One of the keys must have signed the bundle, and the engine if one is loaded.
@@ -61,7 +62,12 @@ def load(
         InputError: a warm-up batch has longer sources than the model takes.
     """
     options = LoadOptions(
-        backend=backend, variant=variant if form is None else form, threads=threads, device=device, engine=engine
+        backend=backend,
+        variant=variant if form is None else form,
+        threads=threads,
+        device=device,
+        engine=engine,
+        is_shared=threading.active_count() > 1,
     )
     folder, batches = checked_path(path, "load: path"), _warm_up_batches(warm_up)
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)

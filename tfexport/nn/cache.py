@@ -124,6 +124,10 @@ class ConcatCache(Cache):
         key_len = past_len + target_ids.shape[1]
         self._begin(target_ids.shape[0], torch.arange(past_len, key_len, device=target_ids.device)[None], key_len)
 
+    def following(self, target_ids: Tensor) -> ConcatCache:
+        """Return the cache of the next pass, over tokens int64 [rows, target_len]."""
+        return ConcatCache(self.present, target_ids, dropout=self.dropout)
+
     def update(self, layer: int, new: KeyValue) -> KeyValue:
         """See `SelfAttention.update`."""
         past = self.past[layer]
@@ -171,6 +175,10 @@ class StateCache:
         self.positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1], device=target_ids.device)
         self._longest = target_ids.shape[1] if longest is None else longest
         self._has_past = self.positions[:, :1] > 0
+
+    def following(self, target_ids: Tensor) -> StateCache:
+        """Return the cache of the next pass, over tokens int64 [rows, target_len]."""
+        return StateCache(self.present, target_ids, self.positions[:, -1] + 1)
 
     def recur(self, layer: int, factor: Tensor, term: Tensor) -> Tensor:
         """Store and return state = factor · state + term after each new token.

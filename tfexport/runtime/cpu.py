@@ -16,11 +16,15 @@ from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 _ROOT = Path("/")
 # More cores than any machine has. A process with too many threads runs out of memory.
 MAX_THREADS = 1024
-# A decoder that reads fewer bytes of weights per step gets one thread, because ONNX Runtime computes small products on
-# one thread anyway, and the others would spin. docs/reference/generation.md has the measurements.
-ONE_THREAD_BELOW = 8 * 2**20
+# Tokens times weights of a run that one thread computes as fast as two, which have to wake or to wait for each other.
+ENCODER_ALONE, DECODER_ALONE = 8_000_000, 4_000_000
+# A step that reads more bytes of weights is limited by memory, even with one row, and gets all threads.
+ONE_THREAD_BELOW = 4 * 2**20
+# Runs that are alone less often are not worth a second copy of the encoder.
+_FEWEST_ALONE = 8
 # A step reads only one row of the embeddings and positions; the encoder computes the source's keys and values.
 _NOT_READ = re.compile(r"dec\.(embed\.|pos$|layers\.\d+\.cross\.[kv]\.)")
+_OF_ENCODER = re.compile(r"enc\.(?!embed\.|pos$)|dec\.layers\.\d+\.cross\.[kv]\.")
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -29,23 +33,49 @@ class Threads(NamedTuple):
 
     encoder: int  # also for aligning
     decoder: int
+    encoder_alone: int = 0  # most tokens of a batch, with padding, that the encoder reads on one thread
+    decoder_alone: int = 0  # most tokens that the decoder reads in a step on one thread
 
 
-def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
-    """Choose the threads for a bundle; None lets ONNX Runtime choose."""
+def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle, *, is_shared: bool = False) -> Threads | None:
+    """Choose the threads for a bundle; None lets ONNX Runtime choose.
+
+    `is_shared`: whether the process has other threads of Python, such as those of a server.
+    """
     if threads is None:
         return None
     if is_whole(threads):
         return Threads(int(threads), int(threads))
-    cores = available_cores()  # for the encoder all, because its threads sleep between runs
-    is_small = bundle.manifest.spec.has_decoder and _step_bytes(bundle) < ONE_THREAD_BELOW
-    return Threads(cores, 1 if is_small else cores)
+    cores = available_cores()
+    if cores == 1:
+        return Threads(1, 1)
+    weight_bytes, step_bytes = 1 if bundle.manifest.quantization else 4, _step_bytes(bundle)
+    encoder_alone, decoder, decoder_alone = ENCODER_ALONE * weight_bytes // max(_encoder_bytes(bundle), 1), cores, 0
+    if bundle.manifest.spec.has_decoder and step_bytes < ONE_THREAD_BELOW:
+        # More than two threads were not measured.
+        decoder, decoder_alone = 2, max(DECODER_ALONE * weight_bytes // max(step_bytes, 1), 1)
+    found = Threads(cores, decoder, encoder_alone if encoder_alone >= _FEWEST_ALONE else 0, decoder_alone)
+    if not is_shared:
+        return found
+    # The others need cores between the short runs of a small model.
+    return Threads(1 if found.encoder_alone else found.encoder, 1 if found.decoder_alone else found.decoder)
+
+
+def _encoder_bytes(bundle: Bundle) -> int:
+    if bundle.manifest.config is None:
+        return _all_bytes(bundle)
+    return sum(size for name, size in _tensor_sizes(bundle.file(WEIGHTS)).items() if _OF_ENCODER.match(name))
 
 
 def _step_bytes(bundle: Bundle) -> int:
     # For a user's own module the step weights are unknown, so all weights count, including the encoder's.
-    known, files = step_weight_bytes(bundle), bundle.manifest.files
-    return sum(files[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in files) if known is None else known
+    known = step_weight_bytes(bundle)
+    return _all_bytes(bundle) if known is None else known
+
+
+def _all_bytes(bundle: Bundle) -> int:
+    files = bundle.manifest.files
+    return sum(files[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in files)
 
 
 def step_weight_bytes(bundle: Bundle) -> int | None:

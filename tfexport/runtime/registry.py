@@ -32,6 +32,7 @@ class LoadOptions:
     threads: int | Literal["auto"] | None = AUTO
     device: Device = "cpu"
     engine: str | None = None
+    is_shared: bool = False  # whether the process has other threads of Python
 
     def __post_init__(self) -> None:
         problems = word_problems(

@@ -77,8 +77,8 @@ def test_only_settings_without_effect_are_unverified(name: str) -> None:
     # Whatever is not as it mostly is was dropped.
     plain = {name: (None, "none", SWITCHES[name.rpartition(".")[2]].default) for name in config.switches()}
     unusual = {name for name, value in config.switches().items() if value not in plain[name]}
-    # Parallel blocks cannot be post-norm.
-    assert unusual - ({"dec.norm_place"} if name == "modern" else set()) <= set(certificate.switches)
+    # Parallel blocks cannot be post-norm, and names of tensors show the mixer.
+    assert unusual - ({"dec.norm_place"} if name == "modern" else {"dec.mixer"}) <= set(certificate.switches)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,6 @@ WRONG: tuple[tuple[Any, str], ...] = (
     ({"input": [[5], [-1], [10**9]]}, "text 3: source has 1000000000"),
     ({"input": [5] * 10_000}, "the limit is"),
     ({"input": "w5", "encoding_format": "int8"}, "encoding_format is 'int8'"),
-    ({"input": "w5", "dimensions": 4}, "unknown key dimensions"),
     ({"input": "w5", "model": "other"}, "model 'other' is unknown"),
 )
 

@@ -136,7 +136,6 @@ def ids(**changes: Any) -> dict[str, Any]:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "missing key inputs"),
     ({"inputs": []}, "inputs is []"),
     ({"inputs": [tensor(), tensor()]}, "given twice"),
     ({"inputs": [tensor(), ids()]}, "expected text_input or input_ids"),

@@ -52,8 +52,6 @@ WRONG_INPUTS: list[tuple[object, str]] = [
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ({"max_new_tokens": "5"}, "max_new_tokens is '5'"),
-    ({"max_new_tokens": 5.5}, "max_new_tokens is 5.5"),
-    ({"max_new_tokens": True}, "max_new_tokens is True"),
     ({"num_beams": 9}, "num_beams is 9, the limit is 8"),
     ({"num_return_sequences": 2}, "num_return_sequences is 2 but num_beams is 1"),
     ({"do_sample": True, "num_return_sequences": 33}, "the request needs 33 slots, the engine has 32"),
@@ -87,7 +85,6 @@ WRONG_JSON: list[tuple[bytes, str]] = [
     (b'{"text_input": "a", "parameters": {"timeout_ms": 1e999}}', "parameters.timeout_ms is inf"),
     (b'{"text_input": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}", "not JSON: number out of range"),
     (b'{"text_input": "\\ud800"}', "not JSON"),
-    (b"null", "the body is"),
     (b"[" * 100_000, "recursion limit"),
     (b'{"text_input":' + b"[" * 100 + b"]" * 100 + b"}", "text_input is [["),
     (b"{" + b",".join(b'"%d":1' % number for number in range(90)) + b"}", "unknown key 0"),

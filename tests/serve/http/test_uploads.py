@@ -112,7 +112,6 @@ async def test_bad_uploads_are_refused_with_the_reason(speech_bundle: Path) -> N
             error = (answer := await answer).json()["error"]
             assert (answer.status_code, error["type"], error["code"]) == (status, "invalid_request_error", status)
             assert why in error["message"], error
-            assert "\n" not in error["message"]
 
         for file, why in BAD_FILES:
             await refuses(upload(served, file=("a.wav", file)), 400, why)

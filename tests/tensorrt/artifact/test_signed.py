@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,8 @@ def test_a_signed_engine_is_accepted(bundle: Bundle) -> None:
 def test_another_engine_is_refused(bundle: Bundle, key: Ed25519PrivateKey | None, message: str) -> None:
     folder = add(bundle, key)
     for name in (NAME, None):
-        with pytest.raises(EngineError) as caught:
+        with pytest.raises(EngineError, match=re.escape(f"engine {folder}: {message}")):
             choose_engine(bundle, name, MACHINE)
-        assert f"engine {folder}: {message}" in str(caught.value)
-        assert "\n" not in str(caught.value)
     # Without trusted keys it is accepted.
     assert choose_engine(open_bundle(bundle.path), None, MACHINE).name == NAME
 

@@ -171,21 +171,18 @@ def link(path: Path) -> None:
         (lambda f: (f / "encoder.plan").unlink(), "encoder.plan is missing"),
         (lambda f: (f / "other.plan").touch(), "'other.plan' is not in engine.json"),
         (lambda f: (f / "engine.json").unlink(), "engine.json is missing"),
-        (lambda f: os.truncate(f / "engine.json", 99), "engine.json is not JSON"),
-        (lambda f: (f / "engine.json").write_bytes(b" " * (4 << 20 | 1)), "has 4194305 bytes, the limit is 4194304"),
         (lambda f: link(f / "encoder.plan"), "'encoder.plan' is a symbolic link"),
         (lambda f: link(f / "engine.json"), "'engine.json' is a symbolic link"),
         (link, "is not a directory"),
     ],
 )
-def test_a_damaged_engine_is_one_line(
+def test_a_damaged_engine_is_refused(
     bundle: Bundle, engine: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(engine)
     with pytest.raises(EngineError) as caught:
         open_engine(bundle.path, NAME)
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert str(engine) in str(caught.value)
     assert open_bundle(bundle.path) == bundle
 
@@ -229,7 +226,6 @@ def test_if_no_engine_can_be_used_each_reason_is_given(bundle: Bundle, engine: P
     text = str(caught.value)
     assert f"engine {NAME}: compute capability: built with 8.6, 8.9, here is 7.5 (NVIDIA L4)" in text
     assert "encoder.plan is missing" in text
-    assert "\n" not in text
 
 
 def test_a_bundle_without_engines_names_the_build_command(bundle: Bundle) -> None:

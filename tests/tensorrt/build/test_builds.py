@@ -32,7 +32,7 @@ from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.build.builder import build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.config import EngineConfig, decoder_plans, default_capacities
+from tfexport.tensorrt.config import EngineConfig, decoder_plans, default_capacities, updates_in_place
 
 MIB = 1024 * 1024
 SETTINGS = EngineConfig(max_batch=8)
@@ -85,7 +85,7 @@ def build(rtx: Library, bundle: Bundle, variant: Variant, plans: dict[str, Plan]
         path = bundle.path / f"{DECODER[variant] if name in decoders else name}.onnx"
         if name == REORDER:
             graph = reorder_graph(spec.precision)
-        elif variant == "static" and name in decoders:
+        elif name in decoders and updates_in_place(spec, variant):
             graph = fix_capacity(path, decoders[name])
         else:
             graph = path.read_bytes()
@@ -109,11 +109,12 @@ def fused(plan: Plan) -> int:
 
 def check_decoder(plan: Plan, bundle: Bundle, variant: Variant) -> None:
     spec = bundle.manifest.spec
-    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if variant == "static" else 0)
-    assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if variant == "static" else 0)
+    attention = 2 * spec.layers if spec.cache.grows else spec.layers  # a recurrent layer has only that to the source
+    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if updates_in_place(spec, variant) else 0)
+    assert plan.layers.get("ATTENTION_INPUT", 0) == (attention if variant == "static" else 0)
     if spec.precision != "fp32" and kernels(plan.data):
-        # Self-attention and cross-attention of every layer, in the step and in the prefill.
-        assert fused(plan) == 2 * 2 * spec.layers
+        # In every layer, in the step and in the prefill, which a recurrent decoder does not have.
+        assert fused(plan) == attention * (2 if spec.cache.grows else 1)
 
 
 # The trained model. The slow ones: its other precisions, and every preset in the one that fuses attention; whole, every
@@ -149,7 +150,7 @@ def test_every_model_builds_in_both_variants(rtx: Library, bundle: Bundle, model
         assert plans[REORDER].layers["GATHER"] == 1
         check_decoder(plans.pop(DECODER["concat"]), bundle, "concat")
         decoders = [plan for name, plan in plans.items() if name not in (ENCODER, REORDER)]
-        assert len(decoders) == len(default_capacities(spec.max_target_length))
+        assert len(decoders) == (len(default_capacities(spec.max_target_length)) if spec.cache.grows else 1)
         for plan in decoders:
             check_decoder(plan, bundle, "static")
     else:

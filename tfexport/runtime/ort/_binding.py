@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tfexport import contract
-from tfexport.runtime.ort._device import Array, OrtGraphs, host_value, run, still_open
+from tfexport.runtime.ort._device import Array, OrtGraphs, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 
 _NOTHING = np.empty(0, np.float32)
@@ -34,7 +34,8 @@ class Binding:
     def __init__(self, graphs: OrtGraphs, cache: Floats, shape: Shape) -> None:
         first, last, width, num_candidates, target_len, keeps, scores = shape
         rows, found = (last - first) * width, (last - first) * width * keeps
-        self._graphs, self._io, self._sources = graphs, still_open(graphs.decoder).io_binding(), slice(first, last)
+        self._graphs, self._num_tokens, self._sources = graphs, rows * target_len, slice(first, last)
+        self._io = graphs.decoder_for(self._num_tokens).io_binding()
         self.target_ids: Ids = np.empty((rows, target_len), np.int64)
         self.positions: Ids = np.empty((rows, target_len), np.int64)
         self.last_and_total = np.empty(rows + 1, np.int32)  # one array, so that both are filled at once
@@ -94,7 +95,7 @@ class Binding:
 
     def run(self) -> None:
         """Run the decoder on the inputs that the arrays hold."""
-        run(self._graphs.decoder, self._io)
+        run(self._graphs.decoder_for(self._num_tokens), self._io)
 
     def candidates(self) -> Candidates:
         """Return copies of the last run's candidates."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -15,6 +16,7 @@ from tfexport import contract
 from tfexport.contract import Device, ModelSpec
 from tfexport.errors import BackendError, BundleError, first_line, raise_all
 from tfexport.precision import ITEM_BYTES, DType, WeightType
+from tfexport.runtime.cpu import Threads
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
 from tfexport.runtime.session import Candidates, Ids, given_candidates, in_order_of_id
@@ -106,9 +108,9 @@ def host_value(array: Array) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
 
 
-def run(session: ort.InferenceSession | None, binding: ort.IOBinding, *, frees_memory: bool = False) -> None:
-    """Run a graph on a binding and wait; None is the graph of a closed session."""
-    graph, options = still_open(session), None
+def run(graph: ort.InferenceSession, binding: ort.IOBinding, *, frees_memory: bool = False) -> None:
+    """Run a graph on a binding and wait."""
+    options = None
     if frees_memory:  # on the host, which ONNX Runtime otherwise keeps for the next run
         options = ort.RunOptions()
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
@@ -162,8 +164,13 @@ class OrtGraphs:
     encoder: ort.InferenceSession | None  # None after the session is closed
     decoder: ort.InferenceSession | None  # None for an encoder-only bundle, and after the session is closed
     gather: RowGather | None  # None if NumPy moves rows on the host
+    # Runs of more tokens than its `encoder_alone` and `decoder_alone` use graphs that `load_several` loads.
+    threads: Threads | None = None
+    load_several: Callable[[Literal["encoder", "decoder"]], ort.InferenceSession] | None = None
 
     def __post_init__(self) -> None:
+        self._several: dict[str, ort.InferenceSession] = {}
+        self._lock = threading.Lock()
         self.spare: list[Any] = []  # buffers that batches have left for later ones
         spec = self.spec
         self.cross, self.past, self.present = spec.cross.names("cross"), *map(spec.cache.names, ("past", "present"))
@@ -172,9 +179,34 @@ class OrtGraphs:
         # Whether the decoder returns the logits of several positions (`--speculation`).
         self.keeps_logits = contract.LOGITS_TO_KEEP in inputs
 
+    def close(self) -> None:
+        """Free the graphs, including those of open batches."""
+        self.encoder = self.decoder = None
+        self._several.clear()
+        self.spare.clear()
+
+    def encoder_for(self, sources: Sources) -> ort.InferenceSession:
+        """Return the encoder with the threads for a batch."""
+        most = self.threads.encoder_alone if self.threads else 0
+        is_large = most and len(sources) * sources.source_len > most
+        return self._for_several("encoder") if is_large else still_open(self.encoder)
+
+    def decoder_for(self, tokens: int) -> ort.InferenceSession:
+        """Return the decoder with the threads for a step that reads some tokens."""
+        most = self.threads.decoder_alone if self.threads else 0
+        return self._for_several("decoder") if most and tokens > most else still_open(self.decoder)
+
+    def _for_several(self, name: Literal["encoder", "decoder"]) -> ort.InferenceSession:
+        still_open(self.encoder)
+        assert self.load_several is not None
+        with self._lock:
+            if name not in self._several:
+                self._several[name] = self.load_several(name)
+            return self._several[name]
+
     def encode(self, sources: Sources) -> list[Array]:
         """Run the encoder on the host; return keys and values, which belong to the caller."""
-        graph = still_open(self.encoder)
+        graph = self.encoder_for(sources)
         try:  # not on a binding, which takes longer to create
             found: list[Array] = graph.run(self.cross, sources.inputs)
         except Exception as error:
@@ -183,11 +215,11 @@ class OrtGraphs:
 
     def bind_encoder(self, sources: Sources) -> ort.IOBinding:
         """Bind the inputs of the encoder; the caller binds its outputs."""
-        return self.device.bind_inputs(still_open(self.encoder), sources.inputs)
+        return self.device.bind_inputs(self.encoder_for(sources), sources.inputs)
 
     def run_encoder(self, io: ort.IOBinding, sources: Sources) -> None:
         """Run the encoder on bound sources and wait for it."""
-        run(self.encoder, io, frees_memory=self.device.provider.is_host and has_many_scores(sources))
+        run(self.encoder_for(sources), io, frees_memory=self.device.provider.is_host and has_many_scores(sources))
 
 
 class Step:
@@ -199,7 +231,7 @@ class Step:
     def __init__(self, graphs: OrtGraphs, rows: int, num_candidates: int | None, target_len: int = 1) -> None:
         """Bind inputs and outputs; without `num_candidates`, steps return all logits."""
         device, self._graphs = graphs.device, graphs
-        self.io = still_open(graphs.decoder).io_binding()
+        self.io, self._num_tokens = graphs.decoder_for(rows * target_len).io_binding(), rows * target_len
         num_best = num_candidates or 1
         # On the host, because shapes are read there; the binding does not keep it alive.
         self._num_candidates = host_value(np.array([num_best]))
@@ -222,7 +254,7 @@ class Step:
         self._target_ids.update_inplace(np.ascontiguousarray(target_ids))
         if self._lengths is not None:
             self._lengths.update_inplace(lengths)
-        run(self._graphs.decoder, self.io)
+        run(self._graphs.decoder_for(self._num_tokens), self.io)
 
     def candidates(self) -> Candidates:
         """Return copies of the last run's candidates."""

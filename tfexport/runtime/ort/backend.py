@@ -58,6 +58,8 @@ class OrtSession(CheckedAligner):
         self.spec, self.variant, spec, paths = graphs.spec, variant, graphs.spec, graphs.paths
         self.threads = Threads(threads, threads) if isinstance(threads, int) else threads
         provider = PROVIDERS[device]
+        if self.threads and not provider.is_host:  # a second copy would take the device's memory
+            self.threads = Threads(self.threads.encoder, self.threads.decoder)
         if variant is not None and variant not in provider.variants:
             raise BackendError(f"ort: decoder variant {variant} runs on the CPU only; for device {device} leave it out")
         if spec.precision not in provider.precisions:
@@ -71,7 +73,7 @@ class OrtSession(CheckedAligner):
         decoder = gather = None
         if variant is not None:
             # The decoder, the larger graph, first: weights are in memory twice while they are packed.
-            decoder = self._load(contract.DECODER[variant], spin_us=STEP_SPIN_US)
+            decoder = self._load(contract.DECODER[variant], alone=True)
             if not (provider.is_host if host_caches is None else host_caches):
                 if contract.REORDER not in paths:
                     raise BundleError(
@@ -79,8 +81,13 @@ class OrtSession(CheckedAligner):
                         "export it again: tfexport onnx SOURCE --output BUNDLE --force"
                     )
                 gather = RowGather(self._device, paths[contract.REORDER], FLOAT[spec.precision])
-        encoder = self._load(contract.ENCODER if variant is None else VARIANTS[variant][0])
-        self._graphs = OrtGraphs(spec, self._device, encoder, decoder, gather)
+        names = {"encoder": contract.ENCODER if variant is None else VARIANTS[variant][0]}
+        if variant is not None:
+            names["decoder"] = contract.DECODER[variant]
+        encoder = self._load(names["encoder"], alone=True)
+        self._graphs = OrtGraphs(
+            spec, self._device, encoder, decoder, gather, self.threads, lambda side: self._load(names[side])
+        )
         # The alignment graph is loaded at its first use, because it has its own weights.
         self._aligner: ort.InferenceSession | None = None
         self._lock = threading.Lock()
@@ -117,11 +124,19 @@ class OrtSession(CheckedAligner):
     def close(self) -> None:
         """Free the graphs, including those of open batches."""
         with self._lock:
-            self._graphs.encoder = self._graphs.decoder = self._aligner = None
-            self._graphs.spare.clear()
+            self._aligner = None
+            self._graphs.close()
 
-    def _load(self, name: str, spin_us: int = 0) -> ort.InferenceSession:
-        threads = self.threads and (self.threads.decoder if name in contract.DECODER.values() else self.threads.encoder)
+    def _load(self, name: str, *, alone: bool = False) -> ort.InferenceSession:
+        """Load a graph; with `alone` for one thread, if small runs use one."""
+        is_decoder = name in contract.DECODER.values()
+        threads = None
+        if given := self.threads:
+            several, most_alone = (
+                (given.decoder, given.decoder_alone) if is_decoder else (given.encoder, given.encoder_alone)
+            )
+            threads = 1 if alone and most_alone else several
+        spin_us = STEP_SPIN_US if is_decoder else 0
         graph = self._device.load(self._paths[name], name, threads, spin_us=spin_us)
         check_contract(graph, name, self.spec)
         return graph
@@ -135,7 +150,8 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
             f"ort: {bundle.path} has {graphs.weights} weights for the CPU; for device {options.device} export it again "
             "with --precision fp16"
         )
-    threads, variant = choose_threads(options.threads, bundle), _choose_variant(bundle, options)
+    threads = choose_threads(options.threads, bundle, is_shared=options.is_shared)
+    variant = _choose_variant(bundle, options)
     try:
         return OrtSession(graphs, variant, threads, options.device)
     except PlacementError as problem:
