@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import tfexport
-from tfexport.cli import main
+from tests.command import ran
 from tfexport.describe import inspect_path
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
@@ -62,6 +61,5 @@ def test_the_decoder_variant_under_its_former_name() -> None:
     assert EngineConfig.from_dict({"form": "concat"}).variant == "concat"
     with tfexport.load(EARLIER / "fp32", form="concat", threads=1) as model:
         assert model.session.variant == "concat"  # type: ignore[attr-defined]
-    done = CliRunner().invoke(main, ["generate", str(EARLIER / "fp32"), "w7", "--form", "concat"])
-    assert done.exit_code == 0, done.output
-    assert "--form " not in CliRunner().invoke(main, ["generate", "--help"]).output
+    ran("generate", EARLIER / "fp32", "w7", "--form", "concat")
+    assert "--form " not in ran("generate", "--help").output

@@ -17,7 +17,7 @@ import pytest
 
 import tfexport.verify
 from tests.bench import test_report as reports
-from tests.command import TFEXPORT, refuses, run
+from tests.command import TFEXPORT, ran, refuses, run
 from tfexport.bench.config import BenchConfig
 from tfexport.bench.run import bench_bundle, run_process
 from tfexport.bundle.bundle import open_bundle
@@ -35,8 +35,7 @@ def measured(once: Callable[[str, Callable[[Path], object]], Path], dates_bundle
         files = ("--json", path / "report.json", "--html", path / "page.html")
         sizes = "--scenario sweep --batch-size 1,3 --source-length 5 --target-length 4 --threads 2 --num-beams 2"
         effort = "--processes 2 --duration 0.1 --no-verify"
-        result = run("bench", dates_bundle, *sizes.split(), *effort.split(), *files)
-        assert result.exit_code == 2, result.output
+        result = ran("bench", dates_bundle, *sizes.split(), *effort.split(), *files, code=2)
         (path / "said").write_text(result.stdout)
 
     return once("measured", make)
@@ -92,11 +91,11 @@ def test_a_real_run_writes_report_and_page(measured: Path, dates_bundle: Path) -
 
 def test_a_real_report_compares_with_itself(measured: Path) -> None:
     path = measured / "report.json"
-    result = run("bench", "compare", path, path, "--fail-if", "output_token_throughput<-5%")
-    assert result.exit_code == 0, result.output
+    result = ran("bench", "compare", path, path, "--fail-if", "output_token_throughput<-5%")
     assert "+0.0 %" in result.stdout
-    failed = run("bench", "compare", path, path, "--fail-if", "output_token_throughput<5%", "--fail-if", "load_time<1%")
-    assert failed.exit_code == 2
+    failed = ran(
+        "bench", "compare", path, path, "--fail-if", "output_token_throughput<5%", "--fail-if", "load_time<1%", code=2
+    )
     assert failed.stderr.startswith("error: bench compare: output_token_throughput.value changed by +0.0 % at 5/4/1")
     assert failed.stderr.count("changed by") == 3
     assert failed.stderr.count("\n") == 1
@@ -157,8 +156,7 @@ def test_a_bundle_may_be_called_compare(
     shutil.copytree(dates_bundle, tmp_path / "compare")
     monkeypatch.chdir(tmp_path)
     for arguments in (("./compare", "--no-verify"), ("--no-verify", "compare")):
-        result = run("bench", *arguments)
-        assert result.exit_code == 2, result.output
+        result = ran("bench", *arguments, code=2)
         assert result.stdout.startswith("compare · fp32")
     refuses(run("bench", "compare"), "Missing argument 'FIRST'")
 

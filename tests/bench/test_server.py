@@ -16,7 +16,7 @@ import pytest
 
 from tests.bench import test_report as reports
 from tests.bundle.made import edit, reseal
-from tests.command import refuses, run
+from tests.command import ran, refuses, run
 from tests.serve.http.served import on_port
 from tfexport.bench._report import settings
 from tfexport.bench._server import exchange, http_client
@@ -41,11 +41,11 @@ def texts(tmp_path: Path) -> Path:
 
 
 def test_texts_and_requests_reach_a_real_server(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
-    result = run(
+    result = ran(
         *("bench", dates_bundle, *QUICK, "--rate", 100, "--input", texts, "--slots", 4, "--goal-ms", 60_000),
         *("--no-verify", "--json", tmp_path / "a.json"),
+        code=2,
     )
-    assert result.exit_code == 2, result.output
     found = json.loads((tmp_path / "a.json").read_text())
     metrics = found["metrics"]
     assert found["settings"]["input"]["texts"] == 3
@@ -63,8 +63,7 @@ def test_texts_and_requests_reach_a_real_server(dates_bundle: Path, tmp_path: Pa
 
 def test_beams_are_served_too(dates_bundle: Path, tmp_path: Path) -> None:
     sizes = ("--num-beams", 9, "--source-length", 5, "--target-length", 4)
-    result = run("bench", dates_bundle, *QUICK, "--rate", 30, *sizes, "--no-verify", "--json", tmp_path / "a.json")
-    assert result.exit_code == 2, result.output
+    ran("bench", dates_bundle, *QUICK, "--rate", 30, *sizes, "--no-verify", "--json", tmp_path / "a.json", code=2)
     metrics = json.loads((tmp_path / "a.json").read_text())["metrics"]
     assert metrics["output_sequence_length"]["value"] == 4
     assert 0 < metrics["time_to_first_token"]["min"] <= metrics["request_latency"]["max"]
@@ -72,8 +71,7 @@ def test_beams_are_served_too(dates_bundle: Path, tmp_path: Path) -> None:
 
 def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> None:
     files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
-    result = run("bench", "--url", url, *QUICK, "--rate", 40, "--input", texts, "--goal-ms", 60_000, *files)
-    assert result.exit_code == 2, result.output
+    result = ran("bench", "--url", url, *QUICK, "--rate", 40, "--input", texts, "--goal-ms", 60_000, *files, code=2)
     found = json.loads((tmp_path / "a.json").read_text())
     metrics = found["metrics"]
     assert found["bundle"] == {"name": "dates", "sha256": None, "precision": None}
@@ -123,8 +121,7 @@ def test_refused_requests_are_counted(dates_bundle: Path, tmp_path: Path, texts:
         bench = ("bench", "--url", f"http://{address}", *QUICK, "--input", texts)
         refuses(run(*bench, "--rate", 9), "models a, b; choose one with --model")
         refuses(run(*bench, "--rate", 9, "--model", "c"), "the server returns 404")
-        result = run(*bench, "--rate", 1000, "--model", "b", "--json", tmp_path / "a.json")
-    assert result.exit_code == 2, result.output
+        ran(*bench, "--rate", 1000, "--model", "b", "--json", tmp_path / "a.json", code=2)
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["metrics"]["refused"]["value"] > 0
     refused = f"overloaded: {found['metrics']['refused']['value']} requests were refused (lower --rate)"

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 import tfexport
 from tests import tiny
 from tests.bundle.made import CONTENT, edit, fill
-from tests.command import run
+from tests.command import ran, run
 from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.describe import inspect_path
@@ -263,8 +263,7 @@ def test_a_server_requires_a_signature(dates: Path, dates_bundle: Path, keys: Ke
     assert asyncio.run(serve(dates)) == ISO
     with pytest.raises(BundleError, match="is not signed"):
         asyncio.run(serve(dates_bundle))
-    done = run("serve", dates_bundle, "--port", "0", "--trusted-keys", keys.trust)
-    assert done.exit_code == 1
+    done = ran("serve", dates_bundle, "--port", "0", "--trusted-keys", keys.trust, code=1)
     assert done.stderr.splitlines()[-1].startswith(f"error: bundle {dates_bundle}: manifest.json is not signed")
 
 
@@ -272,12 +271,10 @@ def test_commands_sign_their_output(tmp_path: Path, keys: Keys) -> None:
     encoder = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
     save_model(tiny.model(encoder, dtype=torch.float32), tmp_path / "model")
     export = ("onnx", tmp_path / "model", "--output", tmp_path / "out", "--forms", "concat", "--no-verify")
-    done = run(*export, "--sign-key", keys.sign)
-    assert done.exit_code == 0, done.output
+    done = ran(*export, "--sign-key", keys.sign)
     assert "signed" not in done.stderr
     open_bundle(tmp_path / "out", trusted_keys=trusted(keys))
-    done = run(*export, "--force")
-    assert done.exit_code == 0, done.output
+    done = ran(*export, "--force")
     assert "the former bundle was signed, but this one is not; sign it with --sign-key\n" in done.stderr
     assert not open_bundle(tmp_path / "out").is_signed
 

@@ -15,7 +15,7 @@ import tokenizers
 
 import tfexport.bundle.bundle
 import tfexport.errors
-from tests.command import TFEXPORT, run
+from tests.command import TFEXPORT, ran, run
 from tests.conftest import DATES
 from tfexport.bench.config import BenchConfig
 from tfexport.cli import main
@@ -36,10 +36,9 @@ def verified(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export preset:tiny through the command line; `said` beside it has what was printed."""
 
     def make(path: Path) -> None:
-        result = run(
+        result = ran(
             "onnx", "preset:tiny", "--output", path, "--variants", "concat", "--max-source-length", 12, "--seed", 5
         )
-        assert result.exit_code == 0, result.output
         path.with_name("said").write_text(json.dumps([result.stdout, result.stderr]))
 
     return once("verified", make)
@@ -75,8 +74,7 @@ def test_verify_passes_for_an_exported_bundle(verified: Path) -> None:
     found = json.loads(result.stdout)
     assert (result.exit_code, found["passed"], found["samples"], found["seed"]) == (0, True, 6, 1)
     assert found["status"] == "consistent"
-    text = run("verify", verified, "--samples", 6)
-    assert text.exit_code == 0
+    text = ran("verify", verified, "--samples", 6)
     assert text.stdout.splitlines()[-2:] == [
         "parity with the eager model: passed",
         f"consistent: {found['proof']}",
@@ -92,8 +90,7 @@ def test_verify_exits_with_2_when_the_weights_differ(verified: Path, tmp_path: P
     for parameter in model.parameters():
         parameter.requires_grad_(False).mul_(1.01)
     save_model(model, tmp_path / "other")
-    result = run("verify", verified, "--against", tmp_path / "other", "--samples", 4)
-    assert result.exit_code == 2
+    result = ran("verify", verified, "--against", tmp_path / "other", "--samples", 4, code=2)
     assert "FAILED" in result.stdout
 
 
@@ -117,8 +114,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) 
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
     monkeypatch.setattr("tfexport.doctor.diagnose", fail)
-    result = run("doctor")
-    assert result.exit_code == 1
+    result = ran("doctor", code=1)
     assert result.stderr == f"error: this needs {module}, which is not installed; pip install 'tfexport[export]'\n"
 
 
@@ -210,8 +206,7 @@ def test_the_exit_status_of_doctor_depends_on_working_backends(monkeypatch: pyte
     result = run("doctor", "--json")
     assert (result.exit_code, json.loads(result.stdout)["works"]) == (0, True)
     monkeypatch.setattr("tfexport.doctor.run_probe", lambda backend, library: {library.device: "does not start"})
-    result = run("doctor")
-    assert result.exit_code == 1
+    result = ran("doctor", code=1)
     assert "no backend works, so no bundle can run\n    → pip install 'tfexport[cpu]'" in result.stdout
 
 

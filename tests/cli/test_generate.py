@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tfexport
-from tests.command import TFEXPORT, refuses, run
+from tests.command import TFEXPORT, ran, refuses, run
 from tests.conftest import DATES, ROOT
 from tfexport.runtime.ort import backend as ort_backend
 
@@ -124,8 +124,7 @@ def test_every_option_reaches_the_decoder(dates_bundle: Path) -> None:
     ],
 )
 def test_wrong_usage_exits_with_1_too(arguments: list[str], message: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 1
+    result = ran(*arguments, code=1)
     assert message in result.stderr
 
 

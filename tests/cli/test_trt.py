@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 
 from tests import tiny
-from tests.command import TFEXPORT, refuses, run
+from tests.command import TFEXPORT, ran, refuses, run
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import EngineError
 from tfexport.export import export_bundle
@@ -32,9 +32,7 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 def build(bundle: Path, *options: str) -> Result:
-    result = run("trt", bundle, *RTX, *SMALL, *options)
-    assert result.exit_code == 0, result.output
-    return result
+    return ran("trt", bundle, *RTX, *SMALL, *options)
 
 
 @pytest.fixture(scope="session")
@@ -211,8 +209,7 @@ def test_inspect_lists_engines(built: Path) -> None:
 
 def test_inspect_reports_damage_and_shows_the_rest(copy: Path) -> None:
     (copy / "engines" / "tensorrt-rtx-static-fp32" / "encoder.plan").write_bytes(b"cut off")
-    result = run("inspect", copy)
-    assert result.exit_code == 0
+    result = ran("inspect", copy)
     assert "encoder.plan has 7 bytes, expected " in result.stdout
     assert "Graph encoder: encoder.onnx" in result.stdout
     (copy / "engines" / "notes").write_text("x")
@@ -255,7 +252,6 @@ def test_the_reasons_of_an_invalid_engine_are_named() -> None:
 def test_an_engine_for_this_gpu_is_loaded(copy: Path) -> None:
     if not find_gpus():
         pytest.skip("the driver finds no GPU")
-    result = run("trt", copy, *SMALL, "--force")
-    assert result.exit_code == 0, result.output
+    result = ran("trt", copy, *SMALL, "--force")
     engine: Any = load_engine(open_bundle(copy), json.loads(result.stdout)["name"])
     assert set(engine.plans) == {"encoder", "decoder_static", "reorder"}

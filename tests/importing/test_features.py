@@ -70,8 +70,7 @@ def test_the_layout_of_an_import_reads_the_next_checkpoint(tmp_path: Path) -> No
 
 def test_without_reference_outputs_the_error_names_them(tmp_path: Path) -> None:
     save_file(Speech().state_dict(), weights := tmp_path / "weights.safetensors")
-    result = run("import", weights, "--output", tmp_path / "model")
-    assert result.exit_code == 1
+    result = ran("import", weights, "--output", tmp_path / "model", code=1)
     assert "--reference" in result.stderr
 
 

@@ -111,11 +111,9 @@ def test_opening_a_bundle_does_not_import_its_module(bundle: Path) -> None:
 
 def test_verify_compares_only_with_the_original_module(bundle: Path) -> None:
     assert "recorded texts" in ran("verify", bundle, "--against", f"{MODERN}:make", "--samples", 2).stdout
-    wrong = run("verify", bundle, "--against", f"{MODERN}:wrong_reference", "--samples", 2)
-    assert wrong.exit_code == 2
+    wrong = ran("verify", bundle, "--against", f"{MODERN}:wrong_reference", "--samples", 2, code=2)
     assert "eager cached" in wrong.stdout
-    other = run("verify", bundle, "--against", f"{MODERN}:other_weights")
-    assert other.exit_code == 1
+    other = ran("verify", bundle, "--against", f"{MODERN}:other_weights", code=1)
     sums = [own().entry().weights_sha256 for own in (modern.other_weights, modern.make)]
     assert other.stderr.splitlines()[-1] == (
         f"error: {MODERN}:other_weights is not the module of this bundle: its weights have the sha256 {sums[0]}, "
@@ -188,8 +186,7 @@ def test_errors_without_the_module_name_its_option(bundle: Path) -> None:
     ],
 )
 def test_a_factory_without_a_module_is_one_line(name: str, problem: str, tmp_path: Path) -> None:
-    done = run("onnx", name, "--output", tmp_path / "bundle")
-    assert done.exit_code == 1
+    done = ran("onnx", name, "--output", tmp_path / "bundle", code=1)
     assert problem in done.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
@@ -212,8 +209,7 @@ def test_the_module_limits_the_lengths(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "variant"), [("fp16", "static"), ("int8", "concat"), ("int4", "contrib")])
 def test_narrower_weights_are_verified_against_the_module(precision: str, variant: str, tmp_path: Path) -> None:
-    done = run("onnx", f"{MODERN}:steady", "--output", tmp_path / "b", "--precision", precision, "--variants", variant)
-    assert done.exit_code == 0, done.output
+    done = ran("onnx", f"{MODERN}:steady", "--output", tmp_path / "b", "--precision", precision, "--variants", variant)
     assert f"encoder-decoder, {precision}, 4 recorded texts\nproven: " in done.stdout
     ran("verify", tmp_path / "b", "--against", f"{MODERN}:steady", "--samples", 4)
 
@@ -222,10 +218,8 @@ def test_narrower_weights_are_verified_against_the_module(precision: str, varian
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_engines_are_built(precision: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
-    done = run("onnx", f"{MODERN}:make", "--output", tmp_path / "b", "--precision", precision, "--variants", "static")
-    assert done.exit_code == 0, done.output
+    ran("onnx", f"{MODERN}:make", "--output", tmp_path / "b", "--precision", precision, "--variants", "static")
     gpu = ("--target", "tensorrt-rtx", "--compute-capability", "8.9", "--max-batch", 2)
-    built = run("trt", tmp_path / "b", *gpu)
-    assert built.exit_code == 0, built.output
+    ran("trt", tmp_path / "b", *gpu)
     plan = open_engine(tmp_path / "b", f"tensorrt-rtx-static-{precision}").manifest.plans["decoder_static"]
     assert (plan.layers["KV_CACHE_UPDATE"], plan.layers["ATTENTION_INPUT"]) == (2 * modern.LAYERS, 2 * modern.LAYERS)

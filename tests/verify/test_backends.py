@@ -12,12 +12,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from tests import tiny
+from tests.command import ran
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.cli import main
 from tfexport.errors import BackendError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
@@ -62,10 +61,7 @@ def engines(**changes: Any) -> Callable[..., Session]:
 
 def test_engines_are_compared(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "open_bundle", engines())
-    command = ["verify", str(bundle), "--backend", "trt", "--samples", "8", "--json"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = json.loads(ran("verify", bundle, "--backend", "trt", "--samples", 8, "--json").stdout)
     assert [number["stage"] for number in report["numbers"]] == ["eager float64", "eager cached", "trt fp32"]
     assert [(check["stage"], check["method"]) for check in report["decodes"]] == [
         ("trt fp32", "greedy"),

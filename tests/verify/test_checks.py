@@ -14,15 +14,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from onnx import helper, numpy_helper
 
 from tests import tiny
+from tests.command import run
 from tests.runtime.exported import Once, sense_graphs
 from tests.stranger import senses
 from tests.tiny import VARIANTS
 from tfexport.bundle.bundle import create_bundle, open_bundle
-from tfexport.cli import main
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.nn.config import model_spec
@@ -53,7 +53,7 @@ def source(bundle: Path) -> Path:
 
 
 def verify(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+    return run("verify", *arguments)
 
 
 def altered(bundle: Path, output: Path, **changes: Change) -> Path:

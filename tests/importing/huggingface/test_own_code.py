@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import transformers
-from click.testing import CliRunner
 
+from tests.command import ran
 from tests.importing.huggingface import published
 from tests.importing.huggingface.published import CONFIGS
 from tfexport.bundle.bundle import open_bundle
-from tfexport.cli import main
 from tfexport.describe import inspect_path
 from tfexport.errors import CheckpointError, ParityError
 from tfexport.importing.config import ImportConfig
@@ -35,8 +34,7 @@ def test_the_status_names_transformers_up_to_the_bundle(tmp_path: Path) -> None:
     assert found.proof.status == "proven"
     assert found.author_version == f"transformers {transformers.__version__}"
     assert (found.source_tokens, found.target_tokens, found.unverified) == (24, 24, ())
-    result = CliRunner().invoke(main, ["onnx", str(tmp_path / "model"), "--output", str(tmp_path / "bundle")])
-    assert result.exit_code == 0, result.output
+    ran("onnx", tmp_path / "model", "--output", tmp_path / "bundle")
     assert open_bundle(tmp_path / "bundle").manifest.proof == found.proof
     assert inspect_path(tmp_path / "model")["certificate"]["proof"] == found.proof.sentence
 
@@ -74,12 +72,9 @@ def test_a_config_of_other_shapes_is_refused_and_names_the_weights(
     key: str, value: int, weight: str, tmp_path: Path
 ) -> None:
     edit(published.write(tmp_path / "hf", "bart-base"), **{key: value})
-    command = ["import", str(tmp_path / "hf"), "--output", str(tmp_path / "model")]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 2
-    assert weight in result.stderr
-    result = CliRunner().invoke(main, [*command, "--no-compare"])
-    assert (result.exit_code, "unproven" in result.stdout) == (0, True)
+    command = ("import", tmp_path / "hf", "--output", tmp_path / "model")
+    assert weight in ran(*command, code=2).stderr
+    assert "unproven" in ran(*command, "--no-compare").stdout
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.command import run
+from tests.command import ran, run
 from tfexport._io.names import CERTIFICATE
 from tfexport.describe import inspect_path
 from tfexport.importing.layout.apply import Canonical, LineUse
@@ -233,8 +233,7 @@ def test_a_certificate_of_an_earlier_version_has_the_status_of_its_fields(
 def test_a_damaged_certificate_is_one_line(content: str, tmp_path: Path) -> None:
     save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
     (tmp_path / "m" / CERTIFICATE).write_text(content, encoding="utf-8")
-    shown = run("inspect", tmp_path / "m")
-    assert shown.exit_code == 1
+    shown = ran("inspect", tmp_path / "m", code=1)
     assert shown.stderr.startswith("error: ")
     assert "certificate.json" in shown.stderr
     assert shown.stderr.count("\n") == 1
