@@ -11,7 +11,7 @@ Invariants between two calls:
 - `_longest` is the largest of `lengths`; `_is_even` means that all are equal to it.
 - `_bindings` refer to `_cache`; they are cleared when it is replaced.
 
-When a batch is no longer used, its session keeps cache and bindings for a later one.
+When a batch is no longer used, its session keeps its buffers and bindings for a later one.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class ContribBatch(CheckedScoring):
         self._source_lengths: list[int] = []
         self._source_mask: Mask = np.empty((0, 0), np.bool_)
         self._cross: list[Array] = []
+        self._own = self._cross, self._source_mask  # those that are not the encoder's
         self._cache: Floats
         self._bindings: dict[Shape, Binding]
         try:
-            self._cache, self._bindings = graphs.spare.pop()
+            self._cache, self._bindings, self._own = graphs.spare.pop()
         except IndexError:
             self._cache, self._bindings = self._new_cache(0, min(FIRST_CAPACITY, self._spec.max_target_length)), {}
         self._cache_rows: Ids = np.empty(0, np.int64)
@@ -69,7 +70,9 @@ class ContribBatch(CheckedScoring):
         small = {key: bound for key, bound in self._bindings.items() if bound.output_bytes <= _MAX_OUTPUT_BYTES}
         for bound in small.values():
             bound.release_sources()
-        spare.append((self._cache, small))
+        if sum(array.nbytes for array in self._own[0]) > _MAX_SPARE_BYTES:
+            self._own = [], np.empty((0, 0), np.bool_)
+        spare.append((self._cache, small, self._own))
 
     def _add(self, sources: Sources, prompts: Prompts) -> None:
         first, begin = self._num_sources, self.lengths.size
@@ -213,14 +216,16 @@ class ContribBatch(CheckedScoring):
         return own
 
     def _reserve_sources(self, sources: int, longest: int) -> None:
+        if not self._num_sources:  # without padding that none of the first sources needs
+            self._cross, self._source_mask = self._own
         places, length = self._source_mask.shape
         longest = max(longest, *self._source_lengths, 0)
-        if sources <= places and longest <= length <= 2 * longest:
+        if sources <= places and longest <= length <= (2 * longest if self._num_sources else longest):
             return
         if self._num_sources:  # room for the next ones too
             longest = min(1 << (longest - 1).bit_length(), self._spec.max_source_length)
-        if sources > places and places:
-            sources = max(sources, 2 * places)
+            if sources > places:
+                sources = max(sources, 2 * places)
         live, common, spec = self._num_sources, min(length, longest), self._spec
         # Masked places must be finite; those of a source that joins are filled then.
         shape = (max(sources, places), spec.cache_heads, longest, spec.head_dim)
@@ -230,7 +235,7 @@ class ContribBatch(CheckedScoring):
             new[:live, :, common:] = 0
         mask = np.zeros((shape[0], longest), np.bool_)
         mask[:live, :common] = self._source_mask[:live, :common]
-        self._cross, self._source_mask = grown, mask
+        self._cross, self._source_mask = self._own = grown, mask
 
     def _reserve_rows(self, rows: int, length: int = 0) -> None:
         old_rows, capacity = self._cache.shape[1], self._capacity
