@@ -139,6 +139,18 @@ def test_unwritten_positions_are_not_read(
     assert not differing(joining(session, requests, 1), expected)
 
 
+def test_buffers_of_earlier_batches_do_not_change_results(session: OrtSession, model: Transformer, once: Once) -> None:
+    rng, fresh = np.random.default_rng(0), contrib_session(model, once)
+    for count, num_beams in ((3, 1), (1, 1), (9, 2), (9, 1), (2, 2), (9, 2), (5, 1), (9, 1)):
+        lengths = rng.choice((3, 30), count)  # which are encoded apart
+        texts = [rng.integers(4, tiny.VOCAB, length).tolist() for length in lengths]
+        prefixes = [rng.integers(4, tiny.VOCAB, count % 3).tolist() for _ in texts]
+        config = DecodeConfig(num_beams=num_beams, max_new_tokens=int(rng.integers(2, 70)))
+        fresh._graphs.spare.clear()
+        expected = decode(fresh, texts, config, prefixes=prefixes)
+        assert decode(session, texts, config, prefixes=prefixes) == expected
+
+
 def test_a_step_writes_only_its_own_positions(session: OrtSession, model: Transformer) -> None:
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [3]])
     assert isinstance(batch, ContribBatch)
