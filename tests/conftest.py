@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from tfexport.model.model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 DATES, DIGITS = ROOT / "models" / "dates", ROOT / "models" / "digits"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
 Once = Callable[[str, Callable[[Path], object]], Path]
 OPTIONAL = ("hypothesis", "transformers", "fastapi", "uvicorn", "prometheus_client", "httpx")
 
@@ -160,6 +164,20 @@ def meetings(once: Once) -> Path:
     from tests.meetings import HEAD, made, trained
 
     return once("meetings", lambda path: made(path, trained(), HEAD))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Start a browser, whose microphone beeps."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the path")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        options = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+        launched = driver.chromium.launch(executable_path=found, args=options)
+        yield launched
+        launched.close()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.languages.conftest import expected
-from tests.serve.test_page import BROWSERS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -50,18 +48,6 @@ def serve() -> Iterator[Callable[..., str]]:
             return f"http://127.0.0.1:{server.server_port}/"
 
         yield start
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the path")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=found)
-        yield launched
-        launched.close()
 
 
 @pytest.fixture

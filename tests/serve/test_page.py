@@ -22,24 +22,9 @@ from tfexport.model.load import load
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
 TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
 # Of Chromium, for each status that is no success; the page says it better.
 REFUSAL = "Failed to load resource: the server responded with a status of 4"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the path")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        # With a microphone that beeps.
-        options = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
-        launched = driver.chromium.launch(executable_path=found, args=options)
-        yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="module")
