@@ -191,9 +191,8 @@ class StateCache:
             states = newest = factor * before + term
         else:
             rows = before.shape[0]
-            factor, term = linear_scan(
-                factor.view(rows, -1, factor.shape[1]), term.view(rows, -1, term.shape[1]), self._longest
-            )
+            factor, term = (part.reshape(rows, -1, part.shape[1]) for part in (factor, term))
+            factor, term = linear_scan(factor, term, self._longest)
             states = factor * before[:, None] + term
             states, newest = states.flatten(0, 1), states[:, -1]
         self.present.append(newest)
