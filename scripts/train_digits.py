@@ -274,7 +274,7 @@ def write_samples(folder: Path, seed: int) -> None:
 @click.option("--cache", type=click.Path(path_type=Path), default=Path("build/digits-training"), show_default=True)
 @click.option("--recordings", "count", default=16_000, show_default=True, help="Recordings of the training.")
 @click.option("--held-out", default=1000, show_default=True, help="Recordings of each condition.")
-@click.option("--steps", default=5000, show_default=True)
+@click.option("--steps", default=2500, show_default=True)
 @click.option("--batch-size", default=32, show_default=True)
 @click.option("--learning-rate", "peak", default=2e-3, show_default=True)
 @click.option("--seed", default=0, show_default=True)
