@@ -52,6 +52,7 @@ from tfexport.runtime.cpu import available_cores
 
 PRESETS = ("tiny", "paper-base", "paper-big")
 STUDENTS = ("student-tiny", "student-memory", "student-base")
+MODELS = click.Choice((*PRESETS, *STUDENTS, DATES))
 PEER_PRECISIONS = {REVISION: ("fp32", "int8"), CTRANSLATE2: ("fp32", "int8")}
 # Tokens decoded for each source; a date has no more than 16.
 TARGET_LENGTH, DATE_LENGTH = 64, 16
@@ -302,7 +303,7 @@ def pythons(given: Sequence[str]) -> dict[str, Path]:
 
 @click.command(help=__doc__)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file to write.")
-@click.option("--models", type=Several(click.Choice((*PRESETS, *STUDENTS, DATES))), default=",".join(PRESETS), show_default=True)
+@click.option("--models", type=Several(MODELS), default=",".join(PRESETS), show_default=True)
 @click.option("--peers", type=Several(click.Choice(tuple(PEER_PRECISIONS))), default=CTRANSLATE2, show_default=True)
 @click.option("--precision", type=Several(click.Choice(PRECISIONS)), default=",".join(PRECISIONS), show_default=True,
               help="Of ours; int4 is compared with the peer's int8.")  # fmt: skip
