@@ -43,7 +43,7 @@ class Recording:
 
     Attributes:
         features: [frames, dim].
-        digits: what is said.
+        digits: the spoken digits.
         starts: seconds at which each digit starts, [digits].
         snr_db: ratio of speech to noise; infinite without noise.
     """

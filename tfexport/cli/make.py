@@ -84,8 +84,8 @@ def _heads(value: str) -> AlignmentHeads:
 def trim(model: Path, output: Path, corpus: Path, keep: Path | None, force: bool, as_json: bool) -> None:
     """Copy the model directory MODEL without tokens that your texts do not need.
 
-    It keeps the tokens of the corpus and of what the model writes for it, special tokens, and bytes and single
-    characters. It refuses to write a model that encodes or writes a text of the corpus differently.
+    It keeps the tokens of the corpus and of the model's outputs for it, special tokens, and bytes and single
+    characters. If a text of the corpus is encoded differently or has another output, nothing is written.
     """
     pairs = [line.partition("\t")[::2] for line in inputs_of((), corpus)]
     tokens = inputs_of((), keep) if keep else []

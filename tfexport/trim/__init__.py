@@ -1,4 +1,4 @@
-"""Remove tokens that texts do not need from a model directory."""
+"""Remove unused tokens from a model directory."""
 
 from tfexport.trim._pipeline import Trimmed as Trimmed
 from tfexport.trim._pipeline import trim_model as trim_model

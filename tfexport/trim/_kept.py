@@ -1,4 +1,4 @@
-"""Choose the tokens that are left."""
+"""Choose the tokens to keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfexport.trim._tokenizer import TokenizerFile
 
 
 def needed_ids(spec: ModelSpec, text: TextConfig, defaults: GenerationDefaults) -> tuple[set[int], set[int]]:
-    """Return the ids of source and target that the model and its settings name."""
+    """Return the source and target ids in the settings of the model."""
     tokens, samples = spec.tokens, text.samples
     named = {i for name in ("pad", "unk") if (i := getattr(tokens, name)) is not None}
     source = {*named, *text.source_prefix, *text.source_suffix, *(i for one in samples for i in one.source_ids)}

@@ -17,7 +17,7 @@ from tfexport.text.config import TextConfig
 
 @dataclass(frozen=True)
 class Kept:
-    """The new id of each old id that is left, in the order of the new ids."""
+    """The new id of each kept id, in the order of the new ids."""
 
     source: Mapping[int, int]
     target: Mapping[int, int]
@@ -71,7 +71,7 @@ def trimmed_text(text: TextConfig, kept: Kept) -> TextConfig:
 
 
 def trimmed_defaults(defaults: GenerationDefaults, kept: Kept) -> GenerationDefaults:
-    """Renumber the ids of options, without options about tokens that are gone."""
+    """Renumber the ids of options; drop options about removed tokens."""
     new = kept.target
 
     def several(ids: Sequence[int]) -> tuple[int, ...]:

@@ -44,10 +44,10 @@ class Trimmed:
         target_vocab: tokens of the target before and after.
         weight_bytes: size of the weights before and after.
         seconds: greedy decoding of the texts in PyTorch before and after, one run each.
-        texts: number of texts, all of which greedy decoding writes as before.
+        texts: number of texts; greedy decoding gives the same output for each.
         logit_error: largest difference of a kept token's logit in float64, relative to the largest logit.
-        changed: texts that the model's own beams write differently, because fewer tokens share the probability; None if
-            its defaults have no beams.
+        changed: texts whose output differs with the beams of the model's default options; None without beams. Fewer
+            tokens share the probability, so their scores change.
     """
 
     source_vocab: tuple[int, int]
@@ -70,10 +70,11 @@ class Trimmed:
             f"vocabulary: {source} tokens of the source, {target} of the target",
             f"weights: {before:,.1f} → {after:,.1f} MB",
             f"logits: kept tokens differ by at most {self.logit_error:.1e} of the largest logit",
-            f"texts: {self.texts:,} the same (greedy, PyTorch), in {self.seconds[0]:.2f} → {self.seconds[1]:.2f} s",
+            f"outputs: the same for all {self.texts:,} texts (greedy)",
+            f"time: {self.seconds[0]:.2f} → {self.seconds[1]:.2f} s (PyTorch, one run each)",
         ]
         if self.changed is not None:
-            found.append(f"beams: {self.changed:,} of {self.texts:,} texts differ with the model's own number of beams")
+            found.append(f"beams: {self.changed:,} of {self.texts:,} outputs differ with the model's number of beams")
         return found
 
 
@@ -118,10 +119,10 @@ def trim_model(
     force: bool = False,
     report: Report = lambda _: None,
 ) -> Trimmed:
-    """Write a model directory with only the tokens that texts like yours need.
+    """Write a copy of a model directory without tokens that your texts do not use.
 
-    Kept are the tokens of `texts` and of what the model writes for them, special tokens, and bytes and single
-    characters, which spell any other text.
+    It keeps the tokens of `texts` and of the model's outputs for them, special tokens, and bytes and single characters,
+    so that any other text can still be encoded.
 
     Args:
         directory: model directory with a tokenizer.
@@ -193,9 +194,9 @@ def _problems(
         if ids[0] != ids[1]:
             yield f"{shortened(text)} is encoded differently"
         elif ids[2] != ids[3]:
-            yield f"{shortened(text)} is answered differently"
+            yield f"the output for {shortened(text)} has other tokens"
         elif trimmed.tokenizer.decode(ids[2]) != full.tokenizer.decode(ids[4]):
-            yield f"the answer to {shortened(text)} is decoded differently"
+            yield f"the output for {shortened(text)} is decoded differently"
 
 
 def _choose(
