@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
@@ -15,9 +16,8 @@ from tfexport._io.extras import install_command
 from tfexport._io.process import call_in_process
 from tfexport._io.strict_json import plain_problem
 from tfexport.contract import ModelSpec
-from tfexport.errors import BackendError, CheckpointError, raise_all, shortened
+from tfexport.errors import BackendError, CheckpointError, first_line, raise_all, shortened
 from tfexport.importing.bare_vocabulary import BareVocabulary
-from tfexport.importing.layout.layout import parse_vocabulary
 from tfexport.text.vocabulary import BEYOND, MAX_BYTES, TRIAL_CPU_S, TRIAL_MEMORY, errors_as
 
 Side = Literal["source", "target"]
@@ -184,7 +184,14 @@ def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> byt
 
 def _read_yaml(text: str, path: Path) -> tuple[list[str], int]:
     """Return the tokens of a vocabulary of Marian, as `_read_tokens` does."""
-    ids = parse_vocabulary(text) or {}
+    loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # which keep every token as its text
+    try:
+        data = yaml.load(text, Loader=loader)  # noqa: S506 - these make only strings, lists and mappings
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise tokenizer_error(path, f"is not valid YAML ({first_line(error)}); save it again") from error
+    if not isinstance(data, dict) or not all(isinstance(i, str) and i.isdecimal() for i in data.values()):
+        raise tokenizer_error(path, "is not a list of tokens with ids, TOKEN: ID on each line")
+    ids = {str(token): int(i) for token, i in data.items()}
     tokens = sorted(ids, key=ids.__getitem__)
     if not ids or [ids[token] for token in tokens] != list(range(len(ids))):
         raise tokenizer_error(path, f"has {len(ids)} tokens with ids, expected ids from 0 without gaps")

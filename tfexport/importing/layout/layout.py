@@ -237,18 +237,6 @@ def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
     return replace(layout, arch=arch, tokens=tokens)
 
 
-def parse_vocabulary(text: str) -> dict[str, int] | None:
-    """Parse the YAML of a vocabulary of Marian, or return None."""
-    loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # which keep every token as its text
-    try:
-        data = yaml.load(text, Loader=loader)  # noqa: S506, these make nothing but strings, lists and mappings
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
-    if not isinstance(data, dict) or not all(isinstance(i, str) and i.isdecimal() for i in data.values()):
-        return None
-    return {str(token): int(i) for token, i in data.items()}
-
-
 class _Loader(yaml.SafeLoader):
     """Load plain data only: no objects, references, duplicate keys or deep nesting."""
 
