@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,23 +179,22 @@ class Vocabulary:
         return [word for word, _ in self._inner.pre_tokenizer.pre_tokenize_str(text)]
 
 
-class errors_as:  # noqa: N801 - used like a function
+@contextmanager
+def errors_as(error_of: Callable[[str], TfexportError]) -> Iterator[None]:
     """Convert exceptions and Rust panics of `tokenizers` with `error_of(reason)`."""
-
-    def __init__(self, error_of: Callable[[str], TfexportError]) -> None:
-        self._error_of = error_of
-
-    def __enter__(self) -> None:  # a generator would take 2 µs more
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TfexportError):
-            raise self._error_of(_one_line(error) or type(error).__name__) from error
-        if _is_panic(error):
-            raise self._error_of(f"tokenizers panicked: {_one_line(error)}") from error
+    try:
+        yield
+    except TfexportError:
+        raise
+    except Exception as error:
+        raise error_of(_one_line(error) or type(error).__name__) from error
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise error_of(f"tokenizers panicked: {_one_line(error)}") from error
 
 
-def _one_line(error: BaseException | None) -> str:
+def _one_line(error: BaseException) -> str:
     # The library quotes the file, which may be of any size.
     return " ".join(str(error)[:_MAX_REASON].split())
 
