@@ -58,15 +58,15 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def model_config() -> TransformerConfig:
     """Describe the model: two convolutions that halve the frames, then a small pre-norm transformer."""
-    stack = {"num_heads": 4, "d_ff": 256, "norm_place": "pre", "final_norm": True}
+    stack: dict[str, Any] = {"num_heads": 4, "d_ff": 256, "norm_place": "pre", "final_norm": True}
     return TransformerConfig(
         d_model=128,
         features=FEATURES,
         target_vocab=len(VOCABULARY),
         max_source_length=256,
         max_target_length=2 * corpus.MAX_DIGITS + 4,
-        encoder=StackConfig(layers=2, embedding_scale=1.0, **stack),  # type: ignore[arg-type]
-        decoder=StackConfig(layers=2, **stack),  # type: ignore[arg-type]
+        encoder=StackConfig(layers=2, embedding_scale=1.0, **stack),
+        decoder=StackConfig(layers=2, **stack),
         tokens=TOKENS,
         embedding_scale=math.sqrt(128),
     )

@@ -197,7 +197,7 @@ class Marian:
         return self._top(x, "encoder")
 
     def _table(self, side: str) -> Array:
-        return self.w.get("Wemb", self.w.get(f"{side}_Wemb"))  # type: ignore[return-value]
+        return self.w["Wemb" if "Wemb" in self.w else f"{side}_Wemb"]
 
     def _placed(self, x: Array, side: str) -> Array:
         if self.is_trained:

@@ -161,7 +161,8 @@ def test_texts_are_those_of_marian(is_sentencepiece: bool, decoder: dict[str, An
     export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(variants=("contrib",)), verify=False)
     marian = Marian(options, weights)
     with tfexport.load(tmp_path / "bundle", threads=1) as model:
-        ids = model.tokenizer.encode(TEXTS)  # type: ignore[union-attr]
+        assert model.tokenizer
+        ids = model.tokenizer.encode(TEXTS)
         found = [result.token_ids for result in model.generate(TEXTS, max_new_tokens=8)]
     if is_sentencepiece:
         processor = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(vocabulary))

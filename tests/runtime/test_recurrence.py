@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import onnx
 import pytest
 import torch
@@ -51,7 +53,7 @@ def test_a_state_can_be_overwritten_where_it_is_read(name: str, once: Once) -> N
         assert set(reader.output) <= before
 
 
-def test_a_state_takes_no_tokens_back(once: Once, tmp_path: object) -> None:
+def test_a_state_takes_no_tokens_back(tmp_path: Path) -> None:
     spec = model_spec(MODEL.config, "fp32")
     with pytest.raises(GraphError, match="speculation"):
-        write_graphs(MODEL, spec, tmp_path, variants=("contrib",), opset=18, speculation=True)  # type: ignore[arg-type]
+        write_graphs(MODEL, spec, tmp_path, variants=("contrib",), opset=18, speculation=True)
