@@ -162,8 +162,9 @@ VARIANTS = {
     ),
 }
 VARIANTS["ssru"] = config(decoder={"mixer": "ssru"})
+VARIANTS["average"] = config(decoder={"mixer": "average"})
 ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
 # For tests that export them all; those that differ little from others are slow tests.
 VARIANT_NAMES = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("pre-std", "umt5") else name for name in VARIANTS
+    pytest.param(name, marks=pytest.mark.slow) if name in ("pre-std", "umt5", "average") else name for name in VARIANTS
 ]

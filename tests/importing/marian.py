@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     "version": "v1.11.0",
 }
 OPTIONS_NAME = "special:model.yml"
+AVERAGE = {"transformer-decoder-autoreg": "average-attention", "transformer-dim-ffn": FFN, "transformer-dim-aan": FFN}
 SSRU = {"transformer-decoder-autoreg": "rnn", "dec-cell": "ssru"}
 
 
@@ -61,7 +62,7 @@ class _Weights:
             options[f"transformer-{name}"].replace("d", "").replace("a", "")
             for name in ("preprocess", "postprocess", "postprocess-top", "postprocess-emb")
         )
-        self.is_recurrent = options["transformer-decoder-autoreg"] == "rnn"
+        self.kind = options["transformer-decoder-autoreg"]
         self.rng, self.found = np.random.default_rng(seed), dict[str, Array]()
 
     def add_matrix(self, name: str, rows: int, columns: int) -> None:
@@ -70,10 +71,16 @@ class _Weights:
     def add_side(self, side: str, layers: Iterable[int]) -> None:
         for i in {*layers}:
             layer = f"{side}_l{i}"
-            if side == "decoder" and self.is_recurrent:
+            if side == "decoder" and self.kind == "rnn":
                 self.add_matrix(f"{layer}_rnn_W", D, D)
                 self.add_dense(f"{layer}_rnn", "f")
                 self.add_norms(f"{layer}_rnn", f"{layer}_rnn_ffn")
+            elif side == "decoder" and self.kind == "average-attention":
+                self.add_dense(f"{layer}_aan", "1", columns=FFN)
+                self.add_dense(f"{layer}_aan", "2", rows=FFN)
+                for gate in "if":
+                    self.add_dense(f"{layer}_aan", gate)
+                self.add_norms("", f"{layer}_aan_ffn")
             else:
                 self.add_attention(f"{layer}_self")
             if side == "decoder":
@@ -171,6 +178,8 @@ class Marian:
             name = f"decoder_l{i}"
             if self.options["transformer-decoder-autoreg"] == "rnn":
                 x = self._around(x, f"{name}_rnn", f"{name}_rnn_ffn", lambda y, name=name: self._ssru(y, f"{name}_rnn"))
+            elif self.options["transformer-decoder-autoreg"] == "average-attention":
+                x = self._around(x, "", f"{name}_aan_ffn", lambda y, name=name: self._average(y, f"{name}_aan"))
             else:
                 mask = np.tril(np.ones((len(x), len(x))))
                 x = self._attention(x, None, f"{name}_self", mask)
@@ -257,6 +266,12 @@ class Marian:
             state = forget * state + (1 - forget) * (row @ self.w[f"{name}_W"])
             found.append(np.maximum(state, 0))
         return np.stack(found)
+
+    def _average(self, x: Array, name: str) -> Array:
+        swish = _ACTIVATIONS["swish"]
+        means = np.stack([x[: end + 1].mean(0) for end in range(len(x))])
+        y = self._dense(swish(self._dense(means, name, "1")), name, "2")
+        return _sigmoid(self._dense(x, name, "i")) * x + _sigmoid(self._dense(y, name, "f")) * y
 
     def _dense(self, x: Array, name: str, part: str) -> Array:
         return x @ self.w[f"{name}_W{part}"] + self.w[f"{name}_b{part}"]

@@ -12,6 +12,7 @@ import torch
 
 import tfexport
 from tests.importing.marian import (
+    AVERAGE,
     OPTIONS,
     SSRU,
     VOCAB,
@@ -40,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rms": {"transformer-preprocess": "r", "transformer-postprocess": "da", "transformer-postprocess-top": "r"},
     "trained positions": {"transformer-train-positions": True},
     "shared layers": {"transformer-tied-layers": [1, 1]},
+    "average attention": AVERAGE,
     "ssru": SSRU,
     "ssru of a student": {**SSRU, **PRE, "transformer-tied-layers": [1, 1], "transformer-ffn-activation": "relu"},
 }
@@ -89,7 +91,10 @@ def test_quantized_weights_are_those_that_marian_multiplies_by(types: dict[str, 
     [
         {"type": "amun"},
         {"transformer-postprocess": "dh"},
-        {"transformer-decoder-autoreg": "average-attention"},
+        AVERAGE | {"transformer-dim-aan": 2048},
+        AVERAGE | {"transformer-aan-nogate": True},
+        AVERAGE | {"transformer-aan-activation": "relu"},
+        AVERAGE | PRE,
         {"transformer-decoder-autoreg": "rnn", "dec-cell": "gru"},
         {"transformer-ffn-depth": 3},
         {"transformer-heads": "two"},

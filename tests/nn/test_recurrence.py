@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 
 from tests import tiny
-from tests.nn.numpy_ssru import NumpySSRU
+from tests.nn.numpy_recurrence import NumpyRecurrence
 from tfexport.errors import ConfigError
 from tfexport.nn.cache import linear_scan
 from tfexport.nn.config import model_spec
 
 MODEL = tiny.model(tiny.VARIANTS["ssru"])
+MIXERS = ("ssru", "average")
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
 @torch.no_grad()
-def test_logits_equal_those_of_numpy() -> None:
+def test_logits_equal_those_of_numpy(mixer: str) -> None:
     """For every row of a batch with padding."""
-    batch, reference = tiny.batch(), NumpySSRU(MODEL)
-    found = MODEL(*batch).numpy()
+    model = tiny.model(tiny.VARIANTS[mixer])
+    batch, reference = tiny.batch(), NumpyRecurrence(model)
+    found = model(*batch).numpy()
     for row, (ids, mask, target) in enumerate(zip(*batch, strict=True)):
         expected = reference.logits(reference.encode(ids[mask].tolist()), target.tolist())
         np.testing.assert_allclose(found[row], expected, atol=1e-12 * np.abs(expected).max(), rtol=0)

@@ -25,6 +25,7 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "decoder.final_norm": (BASE, {"decoder": replace(BASE.encoder, final_norm=True)}),
     "embedding_norm": (BASE, {"embedding_norm": True}),
     "mixer": (BASE, {"decoder": replace(BASE.encoder, mixer="ssru")}),
+    "mixer average": (BASE, {"decoder": replace(BASE.encoder, mixer="average")}),
     "norm std": (BASE, {"norm": "std"}),
     "norm rms": (BASE, {"norm": "rms"}),
     "norm_eps": (BASE, {"norm_eps": 1e-2}),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.nn.numpy_ssru import NumpySSRU
+from tests.nn.numpy_recurrence import NumpyRecurrence
 from tests.runtime.exported import Once, exported
 from tests.runtime.test_contract import BACKENDS
 from tfexport.contract import DECODER
@@ -19,14 +19,17 @@ from tfexport.export.write import write_graphs
 from tfexport.generation import DecodeConfig
 from tfexport.nn.config import model_spec
 
-MODEL = tiny.model(tiny.VARIANTS["ssru"], dtype=torch.float32)
+MODELS = {name: tiny.model(tiny.VARIANTS[name], dtype=torch.float32) for name in ("ssru", "average")}
+MODEL = MODELS["ssru"]
 SOURCES = [[7, 12, 9, 30, 4], [3], [28, 5, 6, 7, 8, 9, 10, 11], [14, 15]]
 LENGTH = 12
 
 
+@pytest.mark.parametrize("mixer", MODELS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_texts_equal_those_of_numpy(backend: str, once: Once) -> None:
-    session, reference = BACKENDS[backend](MODEL, once), NumpySSRU(MODEL)
+def test_texts_equal_those_of_numpy(backend: str, mixer: str, once: Once) -> None:
+    model = MODELS[mixer]
+    session, reference = BACKENDS[backend](model, once), NumpyRecurrence(model)
     greedy = decode(session, SOURCES, DecodeConfig(max_new_tokens=LENGTH))
     assert [list(found.token_ids) for (found,) in greedy] == [reference.greedy(one, LENGTH) for one in SOURCES]
     options = {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.0, "early_stopping": True}

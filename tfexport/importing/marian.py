@@ -42,15 +42,21 @@ _USUAL: dict[str, Any] = _ONLY | {
     "transformer-train-positions": False,
     "transformer-tied-layers": [],
     "transformer-heads": 8,
+    "transformer-dim-ffn": 2048,
+    "transformer-dim-aan": 2048,
+    "transformer-aan-depth": 2,
+    "transformer-aan-activation": "swish",
+    "transformer-aan-nogate": False,
     "dec-cell": "gru",
     "tied-embeddings": False,
     "tied-embeddings-src": False,
     "tied-embeddings-all": False,
 }
+_MIXERS = {"self-attention": "attention", "rnn": "ssru", "average-attention": "average"}
 _ACTIVATIONS = {"relu": "relu", "swish": "silu", "gelu": "gelu"}
 # Operations before and after a sublayer: n or r is a norm, a adds the input. Dropout, d, has no effect here.
 _PLACES = {("", "an"): "post", ("n", "a"): "pre", ("n", "na"): "sandwich"}
-_LAYER = re.compile(r"(encoder|decoder)_l(\d+)_(self|rnn|context|ffn)_(.+)")
+_LAYER = re.compile(r"(encoder|decoder)_l(\d+)_(self|rnn|aan|context|ffn)_(.+)")
 _NORM = re.compile(r"(?:(?:Wo|ffn|emb|top)_)?(?:ln|rms)_(scale|bias)(_pre)?")
 _PARTS = {"scale": "weight", "bias": "bias"}
 _TABLES = {"Wemb": "encoder.Wemb", "encoder_Wemb": "encoder.Wemb", "decoder_Wemb": "decoder.Wemb", "Wpos": "positions"}
@@ -91,7 +97,6 @@ def _described(
     place, is_rms = _place(options)
     found = _layers(tensors, options, place)
     tables, settings = _tables(found, options, subject)
-    is_recurrent = options["transformer-decoder-autoreg"] == "rnn"
     has_positions = "positions" in tables
     settings |= {
         "num_heads": options["transformer-heads"],
@@ -101,7 +106,7 @@ def _described(
         "final_norm": bool(_without_dropout(options["transformer-postprocess-top"])),
         "embedding_norm": bool(_without_dropout(options["transformer-postprocess-emb"])),
         **({"embedding_scale": 1.0} if has_positions else {}),
-        **({"dec.mixer": "ssru"} if is_recurrent else {}),
+        "dec.mixer": _MIXERS[options["transformer-decoder-autoreg"]],
     }
     # Marian ends sources, and never generates the unknown token.
     return tables, Described(builtin_layouts()["marian"], settings, (END,), {"suppress_tokens": [UNKNOWN]})
@@ -133,10 +138,28 @@ def _problems(options: Mapping[str, Any]) -> Iterator[str]:
     if options["transformer-decoder-ffn-depth"] not in (0, 2):
         yield f"transformer-decoder-ffn-depth is {options['transformer-decoder-ffn-depth']}, expected 2"
     kind, cell = options["transformer-decoder-autoreg"], options["dec-cell"]
-    if kind not in ("self-attention", "rnn") or (kind == "rnn" and cell != "ssru"):
-        yield f"transformer-decoder-autoreg is {kind} with dec-cell {cell}, expected self-attention, or rnn with ssru"
+    if kind not in _MIXERS or (kind == "rnn" and cell != "ssru"):
+        expected = "self-attention, average-attention, or rnn with ssru"
+        yield f"transformer-decoder-autoreg is {kind} with dec-cell {cell}, expected {expected}"
+    if kind == "average-attention":
+        yield from _average_problems(options)
     if type(options["transformer-heads"]) is not int:
         yield f"transformer-heads is {shortened(options['transformer-heads'])}, expected a whole number"
+
+
+def _average_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield settings of average attention that ours does not have."""
+    expected = {
+        "transformer-preprocess": "",  # Marian's norm would be after the mean
+        "transformer-dim-aan": options["transformer-dim-ffn"],
+        "transformer-aan-depth": 2,
+        "transformer-aan-activation": options["transformer-ffn-activation"],
+        "transformer-aan-nogate": False,
+    }
+    for name, value in expected.items():
+        given = _without_dropout(options[name]) if name == "transformer-preprocess" else options[name]
+        if given != value:
+            yield f"{name} is {shortened(options[name])} with average-attention, expected {value!r}"
 
 
 def _layers(tensors: Mapping[str, Tensor], options: Mapping[str, Any], place: str) -> dict[str, Tensor]:
@@ -154,7 +177,7 @@ def _layers(tensors: Mapping[str, Tensor], options: Mapping[str, Any], place: st
             found[f"{side}.{kind}.{_PARTS[norm[1]]}" if norm else name] = tensor
             continue
         side, number, part, rest = layer.groups()
-        part = "self" if part == "rnn" else part
+        part = "self" if part in ("rnn", "aan") else part
         if norm := _NORM.fullmatch(rest):
             rest = f"{'norm' if norm[2] or place == 'post' else 'post_norm'}.{_PARTS[norm[1]]}"
         layers = [int(number) - 1]

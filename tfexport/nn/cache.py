@@ -198,6 +198,11 @@ class StateCache:
         self.present.append(newest)
         return states.to(dtype)
 
+    def average(self, layer: int, x: Tensor) -> Tensor:
+        """Return the mean of `x` [rows · len, width] over each token and all earlier ones."""
+        before, dtype = self.positions.reshape(-1, 1).to(self.past[layer].dtype), x.dtype
+        return self.recur(layer, before / (before + 1), x / (before + 1)).to(dtype)
+
 
 class RowStateCache(StateCache):
     """States that are updated in place."""

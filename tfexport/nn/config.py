@@ -105,9 +105,9 @@ class StackConfig(Config, subject="stack"):
     d_ff: Size
     norm_place: Annotated[NormPlace, Help("norm(x + f(x)); x + f(norm(x)); x + norm(f(norm(x)))")]
     final_norm: Annotated[bool, Help("a norm after the last layer")]
-    mixer: Annotated[
-        Mixer, Help("self-attention, or in a decoder `ssru`: c = f · c + (1 − f) · W x, f = σ(V x + b), then relu(c)")
-    ] = "attention"
+    mixer: Annotated[Mixer, Help("what reads earlier tokens: self-attention, or in a decoder `ssru` or `average`")] = (
+        "attention"
+    )
     d_k: Annotated[Size | None, Help("width of a head's queries and keys; None: d_model / num_heads")] = None
     d_v: Annotated[Size | None, Help("width of a head's values; None: d_model / num_heads")] = None
     num_kv_heads: Annotated[Heads | None, Help("neighboring heads share keys and values; None: num_heads")] = None

@@ -15,7 +15,7 @@ Value = bool | int | float | str | None
 Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "attention", "cross-attention", "output"]
 
 NormPlace = Literal["post", "pre", "sandwich"]
-Mixer = Literal["attention", "ssru"]
+Mixer = Literal["attention", "ssru", "average"]
 Parallel = Literal["none", "self", "cross"]
 Norm = Literal["layernorm", "std", "rms"]
 Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "quick_gelu", "relu2"]

@@ -1,7 +1,7 @@
 """The canonical encoder-decoder transformer, the reference for every stage.
 
 State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`, `.emb_norm`, `.rel_bias.weight`, `.norm`,
-`.layers.{i}.{self,cross}.{q,k,v,o,q_norm,k_norm}`, `.layers.{i}.self.{forget,update}`,
+`.layers.{i}.{self,cross}.{q,k,v,o,q_norm,k_norm}`, `.layers.{i}.self.{forget,update,input,ffn}`,
 `.layers.{i}.{norm,post_norm}1..3`, `.layers.{i}.rel_bias.weight`, `.layers.{i}.ffn.{fc1,fc2,gate}`; `out`, `head`.
 Instead of `enc.embed`, a model of features has `enc.front.layers.{i}.{conv,norm}` and `enc.front.proj`, one of images
 `enc.front.conv` and `enc.front.tokens` [class_tokens, d_model]. Internally, all tokens share one axis,
@@ -30,7 +30,7 @@ from tfexport.nn.config import Side, TransformerConfig, model_spec
 from tfexport.nn.front import front_end
 from tfexport.nn.layers import FeedForward, LayerNorm
 from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
-from tfexport.nn.recurrence import SSRU
+from tfexport.nn.recurrence import recurrent_layer
 
 _rotary = functools.lru_cache(maxsize=256)(Rotary)
 _INITIALIZERS = {nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_}
@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.residual_scale = stack.residual_scale
         self.dropout = nn.Dropout(config.dropout)
         has_attention = stack.mixer == "attention"
-        self.self = _attention(config, side) if has_attention else SSRU(config.width(side))
+        self.self = _attention(config, side) if has_attention else recurrent_layer(config)
         self.norm1 = LayerNorm(config, side)
         self.norm2 = LayerNorm(config, side)
         self.post_norm1 = LayerNorm(config, side) if is_sandwich else None

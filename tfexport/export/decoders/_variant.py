@@ -31,7 +31,7 @@ SUPPORTED: Supported = {
     **dict.fromkeys(("features", "image", "speech")),
     **dict.fromkeys(("max_source_length", "max_target_length", "tie_embeddings", "tie_output")),
     **dict.fromkeys(("feed_forward_bias", "norm_bias", "output_bias")),
-    "mixer": ("attention", "ssru"),
+    "mixer": ("attention", "ssru", "average"),
     "positions": ("table", "none", "rotary"),
     "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
     **dict.fromkeys(("num_heads", "num_kv_heads", "d_k", "d_v")),

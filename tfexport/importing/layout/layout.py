@@ -26,7 +26,7 @@ _MAX_SETTING = 200
 _CANONICAL = re.compile(
     r"(enc|dec)\.(embed\.weight|pos|rel_bias\.weight|(emb_norm|norm)\.(weight|bias)"
     r"|layers\.\d+\.((self\.([qkvo]|[qk]_norm)|(post_)?norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias)|rel_bias\.weight))"
-    r"|dec\.layers\.\d+\.(cross\.([qkvo]|[qk]_norm)|self\.(forget|update))\.(weight|bias)|(out|head)\.(weight|bias)"
+    r"|dec\.layers\.\d+\.(cross\.([qkvo]|[qk]_norm)|self\.(forget|update|input|ffn\.(fc1|fc2|gate)))\.(weight|bias)|(out|head)\.(weight|bias)"
     r"|enc\.front\.((layers\.\d+\.(conv|norm)|proj|conv)\.(weight|bias)|tokens)"
     r"|enc\.proj\.(weight|bias)"
 )

@@ -1,6 +1,7 @@
-"""A transformer with SSRU decoder layers in NumPy, from the formulas of the papers, for one text at a time.
+"""A transformer with a recurrent decoder in NumPy, from the formulas of the papers, for one text at a time.
 
-Encoder, cross-attention and norms: arXiv:1706.03762. SSRU: https://aclanthology.org/D19-5632, §3.1.
+Encoder, cross-attention and norms: arXiv:1706.03762. SSRU: https://aclanthology.org/D19-5632, §3.1. Average attention:
+arXiv:1805.00631.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Floats = NDArray[np.float64]
 Hypothesis = tuple[float, list[int]]  # sum of log-probabilities, and tokens
 
 
-class NumpySSRU:
-    """The post-norm model of `tests.tiny.config` with `ssru`, in float64."""
+class NumpyRecurrence:
+    """The post-norm model of `tests.tiny.config` with a recurrent decoder, in float64."""
 
     def __init__(self, model: Transformer) -> None:
         self.config = model.config
@@ -35,14 +36,14 @@ class NumpySSRU:
     def logits(self, states: Floats, target: Sequence[int]) -> Floats:
         """Return the logits after each token of a target, [target_len, vocab]."""
         side = self.config.stack("decoder")
-        memory, found = np.zeros((side.layers, self.config.d_model)), []
+        memory: list[list[Floats]] = [[] for _ in range(side.layers)]
+        found = []
         for position, token in enumerate(target):
             x = self._arrays["dec.embed.weight"][[token]] + self._arrays["dec.pos"][[position]]
             for layer in range(side.layers):
                 name = f"dec.layers.{layer}"
-                forget = 1 / (1 + np.exp(-self._linear(x, f"{name}.self.forget")))[0]
-                memory[layer] = forget * memory[layer] + (1 - forget) * self._linear(x, f"{name}.self.update")[0]
-                x = self._norm(x + np.maximum(memory[layer], 0), f"{name}.norm1")
+                mix = self._ssru if side.mixer == "ssru" else self._average
+                x = self._norm(x + mix(x, memory[layer], f"{name}.self"), f"{name}.norm1")
                 x = self._norm(x + self._attention(x, states, f"{name}.cross", side.num_heads), f"{name}.norm2")
                 x = self._norm(x + self._feed_forward(x, f"{name}.ffn"), f"{name}.norm3")
             found.append(self._linear(x, "out")[0])
@@ -72,6 +73,16 @@ class NumpySSRU:
                 break
         return sorted(ended + running, key=lambda one: -one[0])[:width]
 
+    def _ssru(self, x: Floats, memory: list[Floats], name: str) -> Floats:
+        forget = _sigmoid(self._linear(x, f"{name}.forget"))
+        memory.append(forget * (memory[-1] if memory else 0) + (1 - forget) * self._linear(x, f"{name}.update"))
+        return np.maximum(memory[-1], 0)
+
+    def _average(self, x: Floats, memory: list[Floats], name: str) -> Floats:
+        memory.append(x)
+        y = self._feed_forward(np.mean(memory, 0), f"{name}.ffn")
+        return _sigmoid(self._linear(x, f"{name}.input")) * x + _sigmoid(self._linear(y, f"{name}.forget")) * y
+
     def _linear(self, x: Floats, name: str) -> Floats:
         product: Floats = x @ self._arrays[f"{name}.weight"].T
         return product + self._arrays.get(f"{name}.bias", 0)
@@ -94,3 +105,7 @@ class NumpySSRU:
             scores = np.exp(q @ k.T / np.sqrt(q.shape[1]))
             contexts.append(scores / scores.sum(1, keepdims=True) @ v)
         return self._linear(np.concatenate(contexts, 1), f"{name}.o")
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-x)))
