@@ -142,11 +142,20 @@ def onnx(source: str, output: Path, **options: Any) -> None:
     **OPTION_NAMES,
 )
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
+@click.option(
+    "--save-graphs",
+    type=PATH,
+    metavar="DIR",
+    help="Write the graphs to a new folder instead of building, with inputs and commands of trtexec and Polygraphy.",
+)
+@click.option("--input", "source", type=INPUT, help="Texts for the inputs of --save-graphs, one a line.")
 @sign_key_option
 @trusted_keys_option
 @click.option("--force", is_flag=True, help="Replace an existing engine once the new one is complete.")
 @json_option
-def trt(bundle: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
+def trt(
+    bundle: Path, dry_run: bool, save_graphs: Path | None, source: Path | None, as_json: bool, **options: Any
+) -> None:
     """Build TensorRT engines from BUNDLE and put them into it.
 
     An engine is named after target, variant, precision and weights, and is stored in engines/ of the bundle.
@@ -154,6 +163,15 @@ def trt(bundle: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
     settings, keys = config_of(EngineConfig, options), options["trusted_keys"]
     from tfexport.tensorrt.pipeline import build_engines, estimate_engines
 
+    if source and not save_graphs:
+        raise click.UsageError("--input gives texts to --save-graphs; add it or leave --input out.")
+    if save_graphs:
+        from tfexport.debug.save import save_graphs as save
+
+        texts = inputs_of((), source) if source else ()
+        saved = save(bundle, save_graphs, settings, texts=texts, trusted_keys=keys, report=report_line)
+        print_result(saved.to_dict(), saved.lines(), as_json)
+        return
     if dry_run:
         estimate = estimate_engines(bundle, settings, trusted_keys=keys, report=report_line)
         print_result(estimate.to_dict(), estimate.lines(), as_json)
