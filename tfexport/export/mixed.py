@@ -37,7 +37,8 @@ def tensor_layers(data: bytes) -> dict[str, str]:
 def keep_fp32(data: bytes, patterns: Sequence[str]) -> bytes:
     """Compute the layers that match a pattern in float32.
 
-    Inputs and outputs keep their types. Values between two such layers stay in float32, so that they can exceed the range of float16.
+    Inputs and outputs keep their types. Values between two such layers stay in float32, so that they can exceed the
+    range of float16.
     """
     model = _parsed(data)
     wide: dict[ir.Value, ir.Value] = {}
