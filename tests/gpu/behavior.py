@@ -15,11 +15,12 @@ import numpy as np
 from tests import tiny
 from tests.gpu import decodes
 from tests.gpu.decodes import hypotheses
-from tests.gpu.job import Job
+from tests.gpu.job import Job, Numbers
 from tests.runtime.exported import planted, ranked, sources
 from tests.tensorrt.artifact.stored import flip
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
+from tfexport.contract import Device, Variant
 from tfexport.errors import EngineError, InputError
 from tfexport.tensorrt.config import Target
 
@@ -38,7 +39,8 @@ def sessions(job: Job, target: Target) -> None:
     name = job.engine(bundle.path, target, "static", "fp32")
     if name is None:
         return
-    with job.check("two sessions, eight threads") as numbers:
+
+    def check(numbers: Numbers) -> None:
         engine, cuda = load_engine(bundle, name), Cuda()
         limits = engine.manifest.limits
         opened = [
@@ -48,6 +50,8 @@ def sessions(job: Job, target: Target) -> None:
         numbers["device MiB"] = ", ".join(str(session.memory_bytes() // 2**20) for session in opened)
         for session in opened:
             session.close()
+
+    job.check("two sessions, eight threads", check)
 
 
 def together(opened: Sequence[Any]) -> None:
@@ -68,29 +72,37 @@ def refusals(job: Job, target: Target) -> None:
     if name is None:
         return
 
-    def refused(what: str, change: Callable[[Path], None]) -> None:
+    def damaged(change: Callable[[Path], object], numbers: Numbers) -> None:
         bundle = job.copy("refusals", original, engines=True)
-        with job.check(what) as numbers:
-            change(bundle / ENGINES / name)
-            numbers["words"] = raised(lambda: load_engine(open_bundle(bundle), name), EngineError)
+        change(bundle / ENGINES / name)
+        numbers["words"] = raised(lambda: load_engine(open_bundle(bundle), name), EngineError)
 
-    refused("a flipped byte", lambda engine: flip(engine / "encoder.plan"))
-    refused("a truncated plan", lambda engine: os.truncate(engine / "encoder.plan", 1000))
-    refused("a missing plan", lambda engine: (engine / "encoder.plan").unlink())
-    with job.check("an engine of another bundle") as numbers:
-        foreign = job.copy("foreign", job.bundle("tiny"), engines=False)
-        shutil.copytree(original / ENGINES / name, foreign / ENGINES / name)
-        numbers["words"] = raised(lambda: load_engine(open_bundle(foreign), name), EngineError)
-    with job.check("requests that are too large") as numbers:
-        session = decodes.open_engine(original, name)
-        for what, shape in (
-            ("sources", (session.limits.rows.most + 1, 3)),
-            ("tokens", (1, session.spec.max_source_length + 1)),
-        ):
-            batch = tiny.sources(np.full(shape, 5), np.ones(shape, np.bool_))
-            prompts = [[session.spec.tokens.start]] * shape[0]
-            numbers[what] = raised(functools.partial(session.batch().add, batch, prompts), InputError)
-        session.close()
+    def foreign(numbers: Numbers) -> None:
+        bundle = job.copy("foreign", job.bundle("tiny"), engines=False)
+        shutil.copytree(original / ENGINES / name, bundle / ENGINES / name)
+        numbers["words"] = raised(lambda: load_engine(open_bundle(bundle), name), EngineError)
+
+    changes: dict[str, Callable[[Path], object]] = {
+        "a flipped byte": lambda engine: flip(engine / "encoder.plan"),
+        "a truncated plan": lambda engine: os.truncate(engine / "encoder.plan", 1000),
+        "a missing plan": lambda engine: (engine / "encoder.plan").unlink(),
+    }
+    for what, change in changes.items():
+        job.check(what, functools.partial(damaged, change))
+    job.check("an engine of another bundle", foreign)
+    job.check("requests that are too large", functools.partial(too_large, original, name))
+
+
+def too_large(bundle: Path, engine: str, numbers: Numbers) -> None:
+    session = decodes.open_engine(bundle, engine)
+    for what, shape in (
+        ("sources", (session.limits.rows.most + 1, 3)),
+        ("tokens", (1, session.spec.max_source_length + 1)),
+    ):
+        batch = tiny.sources(np.full(shape, 5), np.ones(shape, np.bool_))
+        prompts = [[session.spec.tokens.start]] * shape[0]
+        numbers[what] = raised(functools.partial(session.batch().add, batch, prompts), InputError)
+    session.close()
 
 
 def raised(call: Callable[[], object], kind: type[Exception]) -> str:
@@ -105,26 +117,29 @@ def raised(call: Callable[[], object], kind: type[Exception]) -> str:
     raise AssertionError("nothing was refused")
 
 
-def ties(job: Job) -> None:
+def ties(job: Job, device: Device = "cuda") -> None:
     """Compare both variants in ONNX Runtime CUDA with the CPU if all logits have a few values."""
+    for vocab in VOCABULARIES:
+        for variant in ("concat", "static"):
+            job.check(f"{variant}, {vocab} tokens", functools.partial(ranks, job.work, vocab, variant, device))
+
+
+def ranks(work: Path, vocab: int, variant: Variant, device: Device, numbers: Numbers) -> None:
     from tfexport.export.write import write_graphs
     from tfexport.nn.config import model_spec
     from tfexport.runtime.ort.backend import OrtSession
     from tfexport.runtime.registry import Graphs
 
-    for vocab in VOCABULARIES:
-        model, row = planted(vocab, levels=5)
-        spec, folder = model_spec(model.config, "fp32"), job.work / f"ties-{vocab}"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_graphs(model, spec, folder, variants=("concat", "static"), opset=18, report=print)
-        graphs = {path.stem: path for path in folder.glob("*.onnx")}
-        for variant in ("concat", "static"):
-            with job.check(f"{variant}, {vocab} tokens") as numbers:
-                batch = OrtSession(Graphs(graphs, spec), variant, device="cuda").batch()
-                batch.add(tiny.sources(*sources(tiny.config())), [[1]] * 4)
-                numbers["last ties as on the CPU"] = ", ".join(
-                    str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)
-                )
+    model, row = planted(vocab, levels=5)
+    spec, folder = model_spec(model.config, "fp32"), work / f"ties-{vocab}-{variant}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_graphs(model, spec, folder, variants=(variant,), opset=18, report=print)
+    graphs = {path.stem: path for path in folder.glob("*.onnx")}
+    batch = OrtSession(Graphs(graphs, spec), variant, device=device).batch()
+    batch.add(tiny.sources(*sources(tiny.config())), [[1]] * 4)
+    numbers["last ties as on the CPU"] = ", ".join(
+        str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)
+    )
 
 
 def is_ranked(found: Any, row: np.ndarray, count: int) -> bool:

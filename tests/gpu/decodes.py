@@ -40,23 +40,17 @@ def hypotheses(session: Any, batch: int = 8, beams: int = 4) -> list[tuple[int, 
     return [each.token_ids for several in found for each in several]
 
 
-def measure(session: Any, weight_bytes: float, settings: tuple[Setting, ...] = SETTINGS) -> dict[str, Numbers]:
-    """Time whole decodes; return `step_ms`, `steps` and `step_bytes`, each by setting.
+def measure(session: Any, weight_bytes: float, setting: Setting) -> Numbers:
+    """Time whole decodes; return `step_ms`, `steps` and `step_bytes`.
 
     `step_ms` is the time of a decode with its encoder divided by its steps, the median of at least five after three;
     `step_bytes` are the weights and caches that a step must read.
     """
-    found: dict[str, Numbers] = {"step_ms": {}, "steps": {}, "step_bytes": {}}
-    for batch, beams in settings:
-        name, steps = spell(batch, beams), num_steps(session, batch, beams, NEW_TOKENS)
-        run, times = _call(session, batch, beams, NEW_TOKENS), list[float]()
-        while len(times) < 8 or (sum(times[3:]) < 1 and len(times) < 53):
-            times.append(clock(run)[0])
-        seconds = statistics.median(times[3:])
-        found["step_ms"][name] = round(1000 * seconds / steps, 4)
-        found["steps"][name] = steps
-        found["step_bytes"][name] = round(weight_bytes + cache_bytes(session.spec, batch, beams, steps))
-    return found
+    steps, run, times = num_steps(session, *setting, NEW_TOKENS), _call(session, *setting, NEW_TOKENS), list[float]()
+    while len(times) < 8 or (sum(times[3:]) < 1 and len(times) < 53):
+        times.append(clock(run)[0])
+    read = weight_bytes + cache_bytes(session.spec, *setting, steps)
+    return {"step_ms": round(1000 * statistics.median(times[3:]) / steps, 4), "steps": steps, "step_bytes": round(read)}
 
 
 def num_steps(session: Any, batch: int, beams: int, new_tokens: int) -> int:
@@ -72,25 +66,16 @@ def cache_bytes(spec: ModelSpec, batch: int, beams: int, steps: int) -> float:
     return token * batch * (source_len + beams * (steps + 1) / 2)
 
 
-def launches(
-    session: Any, count: Callable[[Callable[[], object]], int], settings: tuple[Setting, ...] = LAUNCHES
-) -> Numbers:
-    """Count kernels, copies and fills of a step, by setting, after these settings were decoded.
+def launches(session: Any, count: Callable[[Callable[[], object]], int], setting: Setting) -> float | None:
+    """Count kernels, copies and fills of a step, after this setting was decoded; None if nothing was seen.
 
     The number comes from a long and a short decode, so that it excludes the encoder.
     """
-    found = {}
-    for batch, beams in settings:
-        steps, given = zip(
-            *(
-                (num_steps(session, batch, beams, length), count(_call(session, batch, beams, length)))
-                for length in (NEW_TOKENS, NEW_TOKENS // 2)
-            ),
-            strict=True,
-        )
-        if given[0] and steps[0] > steps[1]:
-            found[spell(batch, beams)] = round((given[0] - given[1]) / (steps[0] - steps[1]), 1)
-    return found
+    lengths = (NEW_TOKENS, NEW_TOKENS // 2)
+    steps = [num_steps(session, *setting, length) for length in lengths]
+    given = [count(_call(session, *setting, length)) for length in lengths]
+    is_seen = given[0] and steps[0] > steps[1]
+    return round((given[0] - given[1]) / (steps[0] - steps[1]), 1) if is_seen else None
 
 
 def given_to_gpu(call: Callable[[], object]) -> int:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.gpu import decodes
-from tests.gpu.decodes import given_to_gpu, hypotheses, launches, measure
-from tests.gpu.job import Job
+from tests.gpu.decodes import Setting, given_to_gpu, hypotheses, launches, measure, spell
+from tests.gpu.job import Job, Numbers
 from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import Device
+from tfexport.contract import Device, Variant
 from tfexport.precision import FLOAT, ITEM_BYTES, Precision
 from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.registry import Graphs, LoadOptions, open_session
@@ -22,45 +23,76 @@ from tfexport.tensorrt.config import Target
 
 # Random weights of the paper's base model: its decodes seldom end by themselves.
 MEASURED = "paper-base"
-PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
+# Longer than the decodes, and short enough for one capacity, so that engines are built quickly.
+ENGINE_SHAPES = {"max_batch": 128, "max_source_length": 64, "max_target_length": 64}
+
+VARIANTS: tuple[Variant, ...] = ("static", "concat")
+
+Open = Callable[[], tuple[Any, float]]  # a session, and the bytes of weights that its step reads
 
 
-def latency(job: Job, target: Target) -> None:
+def latency(job: Job, target: Target, precision: Precision, *, in_int8: bool = False) -> None:
     """Compare engines with and without CUDA graphs."""
-    bundle = job.bundle(MEASURED)
-    for precision in PRECISIONS:
-        name = job.engine(bundle, target, "static", precision, max_batch=128)
-        if name is None:
-            continue
-        found = {}
-        for graphs in (True, False):
-            with job.check(f"{target} {precision}{'' if graphs else ' without CUDA graphs'}") as numbers:
-                found[graphs] = _run(bundle, name, precision, graphs, numbers)
-        with job.check(f"{precision}: equal tokens with and without CUDA graphs"):
-            assert found[True] == found[False]
-
-
-def _run(
-    bundle: Path, name: str, precision: Precision, graphs: bool, numbers: dict[str, Any]
-) -> list[list[tuple[int, ...]]]:
-    """Decode and measure; without graphs every step is queued anew."""
     from tfexport.tensorrt.session._engine import CudaGraphRunner
 
-    run = CudaGraphRunner.run if graphs else (lambda self, name, queue, can_capture: queue())
-    with mock.patch.object(CudaGraphRunner, "run", run):
-        session = decodes.open_engine(bundle, name)
-        try:
-            found = [hypotheses(session, 8, beams) for beams in (1, 4)]
-            report(session, weight_bytes(bundle, precision), numbers)
-        finally:
-            session.close()
-    return found
+    def queue_each(self: CudaGraphRunner, name: str, queue: Callable[[], None], can_capture: object) -> None:
+        queue()
+
+    bundle = job.bundle(MEASURED, purpose="latency")
+    narrow = {"weights": "int8"} if in_int8 else {}
+    name = job.engine(bundle, target, "static", precision, **ENGINE_SHAPES, **narrow)
+    if name is None:
+        return
+    backend = f"{target} {precision}{', weights int8' if in_int8 else ''}"
+    read = weight_bytes(bundle, precision) / (ITEM_BYTES[FLOAT[precision]] if in_int8 else 1)
+    with opened_once(lambda: (decodes.open_engine(bundle, name), read)) as session:
+
+        def compare(numbers: Numbers) -> None:
+            with_graphs = [hypotheses(session()[0], 8, beams) for beams in (1, 4)]
+            with mock.patch.object(CudaGraphRunner, "run", queue_each):
+                assert with_graphs == [hypotheses(session()[0], 8, beams) for beams in (1, 4)]
+
+        timed(job, backend, session)
+        job.check(f"{backend}: equal tokens with and without CUDA graphs", compare)
+        with mock.patch.object(CudaGraphRunner, "run", queue_each):
+            timed(job, f"{backend} without CUDA graphs", session)
+        profiled(job, backend, session)
 
 
-def report(session: Any, read: float, numbers: dict[str, Any]) -> None:
-    """Measure time before launches, because a profiler would change it."""
-    numbers.update(measure(session, read))
-    numbers["launches"] = launches(session, given_to_gpu)
+@contextmanager
+def opened_once(make: Open) -> Iterator[Open]:
+    """Yield a function that opens a session in the first check that has not ended, and returns it in others."""
+    with ExitStack() as stack:
+
+        def make_once() -> tuple[Any, float]:
+            session, read = make()
+            stack.callback(session.close)
+            return session, read
+
+        yield functools.cache(make_once)
+
+
+def timed(job: Job, backend: str, session: Open, before: Callable[[], object] = lambda: None) -> None:
+    """Measure each setting in a check of its own."""
+
+    def time(setting: Setting, numbers: Numbers) -> None:
+        before()
+        opened, read = session()
+        numbers.update(backend=backend, setting=spell(*setting), **measure(opened, read, setting))
+
+    for setting in decodes.SETTINGS:
+        job.check(f"{backend}, {spell(*setting)}", functools.partial(time, setting))
+
+
+def profiled(job: Job, backend: str, session: Open) -> None:
+    """Count launches after all times were measured, because a profiler changes them."""
+
+    def count(setting: Setting, numbers: Numbers) -> None:
+        found = launches(session()[0], given_to_gpu, setting)
+        numbers.update({} if found is None else {"backend": backend, "setting": spell(*setting), "launches": found})
+
+    for setting in decodes.LAUNCHES:
+        job.check(f"{backend}, {spell(*setting)}: launches", functools.partial(count, setting))
 
 
 def weight_bytes(bundle: Path, precision: Precision) -> float:
@@ -79,40 +111,64 @@ def parameter_bytes(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in read.values())
 
 
-def double_latency(job: Job, cuda: Callable[[], Any] = WatchedCuda, engine: type[TorchEngine] = GpuEngine) -> None:
+weights_latency = functools.partial(latency, precision="fp16", in_int8=True)
+
+
+def double_latency(
+    job: Job, precision: Precision, cuda: Callable[[], Any] = WatchedCuda, engine: type[TorchEngine] = GpuEngine
+) -> None:
     """Measure the session for TensorRT on engines of PyTorch."""
-    for precision in PRECISIONS:
-        with job.check(f"engine double {precision}") as numbers:
+
+    def make() -> tuple[Any, float]:
+        path = job.bundle(MEASURED, precision)
+        graphs = Graphs.of(open_bundle(path))
+        shapes: dict[str, Any] = {"max_batch": 128, "max_shapes": "num_candidates:16"}
+        session = trt_session(graphs.paths, graphs.spec, "static", cuda=cuda(), kind=engine, **shapes)
+        return session, weight_bytes(path, precision)
+
+    with opened_once(make) as session:
+        timed(job, f"engine double {precision}", session)
+        profiled(job, f"engine double {precision}", session)
+
+
+def ort_latency(job: Job, precision: Precision, device: Device = "cuda") -> None:
+    for variant in VARIANTS:
+
+        def make(variant: Variant = variant) -> tuple[Any, float]:
             path = job.bundle(MEASURED, precision)
-            graphs = Graphs.of(open_bundle(path))
-            limits = {"max_batch": 128, "max_shapes": "num_candidates:16"}
-            session = trt_session(graphs.paths, graphs.spec, "static", cuda=cuda(), kind=engine, **limits)
-            report(session, weight_bytes(path, precision), numbers)
-            session.close()
+            session = open_session(open_bundle(path), LoadOptions(backend="ort", variant=variant, device=device))
+            return session, weight_bytes(path, precision)
+
+        with opened_once(make) as session:
+            timed(job, f"ort {device} {variant} {precision}", session)
+            profiled(job, f"ort {device} {variant} {precision}", session)
 
 
-def ort_latency(job: Job, device: Device = "cuda") -> None:
-    for precision in PRECISIONS:
-        for variant in ("static", "concat"):
-            with job.check(f"ort {device} {variant} {precision}") as numbers:
-                path = job.bundle(MEASURED, precision)
-                session = open_session(open_bundle(path), LoadOptions(backend="ort", variant=variant, device=device))
-                report(session, weight_bytes(path, precision), numbers)
-                session.close()
+def eager_latency(job: Job, precision: Precision, device: str = "cuda") -> None:
+    with opened_once(functools.partial(eager_session, precision, device)) as session:
+        timed(job, f"eager {precision}", session)
+        profiled(job, f"eager {precision}", session)
 
 
-def torch_latency(job: Job, *, compiled: bool, device: str = "cuda") -> None:
-    for precision in PRECISIONS:
-        with job.check(f"{'torch.compile' if compiled else 'eager'} {precision}") as numbers:
-            session = eager_session(precision, device, compiled=compiled)
-            report(session, parameter_bytes(session.open_model()), numbers)
+def compile_latency(job: Job, precision: Precision, device: str = "cuda") -> None:
+    """Measure torch.compile; a function that is compiled too often fails, because PyTorch would go on without."""
+    import torch._dynamo
+
+    def make() -> tuple[Any, float]:
+        session, read = eager_session(precision, device)
+        model = session.open_model()
+        model.decode_step = torch.compile(model.decode_step, dynamic=True, fullgraph=True)
+        return session, read
+
+    # Otherwise a probability of dropout is a variable, whose comparison ends the graph in each attention.
+    strict = torch._dynamo.config.patch(specialize_float=True, fail_on_recompile_limit_hit=True)
+    with strict, opened_once(make) as session:
+        # Each setting compiles again, because all of them together reach the limit of compilations.
+        timed(job, f"torch.compile {precision}", session, before=torch.compiler.reset)
+        profiled(job, f"torch.compile {precision}", session)
 
 
-eager = functools.partial(torch_latency, compiled=False)
-compiled = functools.partial(torch_latency, compiled=True)
-
-
-def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
+def eager_session(precision: Precision, device: str) -> tuple[Any, float]:
     import torch
 
     from tfexport.nn.config import model_spec
@@ -120,9 +176,4 @@ def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
     from tfexport.runtime.eager import EagerSession
 
     model = build_preset(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))
-    if compiled:
-        torch.compiler.reset()  # the other precision has reached the limit of compilations
-        # Otherwise a probability of dropout is a variable, whose comparison ends the graph in each attention.
-        torch._dynamo.config.specialize_float = True
-        model.decode_step = torch.compile(model.decode_step, dynamic=True)  # type: ignore[method-assign]
-    return EagerSession(model, model_spec(model.config, precision))
+    return EagerSession(model, model_spec(model.config, precision)), parameter_bytes(model)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.job import Job
+from tests.gpu.job import Job, Numbers
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import Variant
+from tfexport.contract import Device, Variant
 from tfexport.errors import EngineError
 from tfexport.model.load import load
 from tfexport.precision import Precision
@@ -33,15 +35,18 @@ def rtx_accepts(job: Job) -> None:
     wanted: tuple[str, ...]
     # Named, because tfexport builds for the local GPU by default.
     for what, wanted in (("default engine", PORTABLE), (f"engine for only {capability}", (capability,))):
-        bundle = job.copy(f"rtx-accepts-{len(wanted)}", job.bundle("dates"), engines=False)
-        with job.check(what, EngineError) as numbers:
-            config = EngineConfig(target="tensorrt-rtx", precision="fp16", compute_capabilities=wanted)
+        config = EngineConfig(target="tensorrt-rtx", precision="fp16", compute_capabilities=wanted)
+
+        def check(numbers: Numbers, config: EngineConfig = config) -> None:
+            bundle = job.copy("rtx-accepts", job.bundle("dates"), engines=False)
             engine = build_engines(bundle, config)
             try:
                 numbers["tfexport loads"] = ", ".join(load_engine(open_bundle(bundle)).plans)
             except EngineError as error:
                 numbers["tfexport refuses"] = str(error)
             numbers["the library says"] = library_takes((engine.path / "encoder.plan").read_bytes())
+
+        job.check(what, check, EngineError)
 
 
 def library_takes(plan: bytes) -> str:
@@ -64,8 +69,8 @@ def dates(job: Job, target: Target) -> None:
     for variant, precision in itertools.product(VARIANTS, PRECISIONS):
         name = parity(job, target, "dates", variant, precision, samples=64)
         if name:
-            with job.check(f"dates in words, {variant} {precision}") as numbers:
-                numbers["texts"] = "; ".join(read_dates(bundle, backend="trt", engine=name))
+            check = functools.partial(read_dates, bundle, backend="trt", engine=name)
+            job.check(f"dates in words, {variant} {precision}", check)
 
 
 def weights(job: Job, target: Target) -> None:
@@ -74,8 +79,8 @@ def weights(job: Job, target: Target) -> None:
     for narrow in ("int8", "int4"):
         name = job.engine(bundle, target, "static", "fp16", weights=narrow)
         if name:
-            with job.check(f"dates in words, fp16, weights {narrow}") as numbers:
-                numbers["texts"] = "; ".join(read_dates(bundle, backend="trt", engine=name))
+            check = functools.partial(read_dates, bundle, backend="trt", engine=name)
+            job.check(f"dates in words, fp16, weights {narrow}", check)
 
 
 def presets(job: Job, target: Target) -> None:
@@ -96,49 +101,50 @@ def parity(
     bundle = job.bundle(source)
     name = job.engine(bundle, target, variant, precision)
     if name:
-        with job.check(f"{source} {variant or 'encoder'} {precision}") as numbers:
-            judge(verify_bundle(bundle, backend="trt", engine=name, config=VerifyConfig(samples=samples)), numbers)
+        config = VerifyConfig(samples=samples)
+        verify = functools.partial(verify_bundle, bundle, backend="trt", engine=name, config=config)
+        job.check(f"{source} {variant or 'encoder'} {precision}", functools.partial(judge, verify))
     return name
 
 
-def ort_cuda(job: Job) -> None:
+def ort_cuda(job: Job, device: Device = "cuda") -> None:
     """The trained model on ONNX Runtime CUDA, both variants."""
     for precision in PRECISIONS:
-        ort_parity(job, "dates", precision)
-    with job.check("dates in words") as numbers:
-        numbers["texts"] = "; ".join(read_dates(job.bundle("dates"), backend="ort", device="cuda"))
+        ort_parity(job, "dates", precision, device)
+    job.check("dates in words", lambda numbers: read_dates(job.bundle("dates"), numbers, backend="ort", device=device))
 
 
-def ort_presets(job: Job) -> None:
+def ort_presets(job: Job, device: Device = "cuda") -> None:
     """Random presets on ONNX Runtime CUDA, both variants."""
     for precision in PRECISIONS[:2]:
         for name in PRESETS:
-            ort_parity(job, name, precision)
+            ort_parity(job, name, precision, device)
 
 
-def ort_parity(job: Job, source: str, precision: Precision) -> None:
+def ort_parity(job: Job, source: str, precision: Precision, device: Device) -> None:
     """Compare ONNX Runtime CUDA with PyTorch."""
-    with job.check(f"{source} {precision}") as numbers:
-        bundle = job.bundle(source, precision)
-        judge(verify_bundle(bundle, device="cuda", config=VerifyConfig(samples=32)), numbers)
+
+    def verify() -> Report:
+        return verify_bundle(job.bundle(source, precision), device=device, config=VerifyConfig(samples=32))
+
+    job.check(f"{source} {precision}", functools.partial(judge, verify))
 
 
-def judge(report: Report, numbers: dict[str, Any]) -> None:
+def judge(verify: Callable[[], Report], numbers: Numbers) -> None:
     """Take over what a report says, and fail when it did."""
+    report = verify()
     numbers["errors"] = ", ".join(f"{check.stage} {check.error:.1e}" for check in report.numbers)
     numbers["exact"] = ", ".join(f"{r.stage} {r.method} {r.exact}+{r.ties}/{r.sequences}" for r in report.decodes)
     if not report.passed:
         raise AssertionError("; ".join(report.problems()))
 
 
-def read_dates(bundle: Path, **options: Any) -> list[str]:
+def read_dates(bundle: Path, numbers: Numbers, **options: Any) -> None:
     """Read some dates, greedily and with beams, and fail unless ONNX Runtime on the CPU reads the same."""
-    found: list[str] = []
     for beams in (1, 4):
         texts = []
         for chosen in ({"backend": "ort"}, options):
             with load(bundle, **chosen) as model:
                 texts.append([result.text for result in model.generate(TEXTS, num_beams=beams)])
-        found = texts[1]
-        assert found == texts[0], f"num_beams {beams}: {found}, expected {texts[0]}"
-    return found
+        assert texts[1] == texts[0], f"num_beams {beams}: {texts[1]}, expected {texts[0]}"
+        numbers["texts"] = "; ".join(texts[1])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tfexport._io.extras import install_command, replacing_command
+from tfexport.precision import Precision
 from tfexport.runtime.probes import find_gpus, run_probe
 from tfexport.runtime.registry import backends
 from tfexport.tensorrt.config import Target
@@ -27,9 +28,9 @@ class Part:
     name: str
     where: str  # module and function in this folder, such as "parity.dates"
     what: str
-    limit_s: int
+    limit_s: int  # of one run; the next one goes on
     needs: tuple[Need, ...]  # the part is skipped without them
-    target: Target | None = None  # argument of the function after the job
+    arguments: tuple[str, ...] = ()  # of the function after the job
 
     @property
     def test(self) -> str:
@@ -37,48 +38,57 @@ class Part:
 
     def run(self, job: Any) -> None:
         module, _, function = self.where.partition(".")
-        arguments = (self.target,) if self.target else ()
-        getattr(importlib.import_module(f"tests.gpu.{module}"), function)(job, *arguments)
+        getattr(importlib.import_module(f"tests.gpu.{module}"), function)(job, *self.arguments)
 
 
-def _on_both(where: str, what: str, limit_s: int) -> list[Part]:
-    name = where.partition(".")[2]
+def _on_both(where: str, what: str, limit_s: int, *arguments: str) -> list[Part]:
+    name = "-".join([where.partition(".")[2], *arguments])
     titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     return [
-        Part(f"{target}-{name}", where, f"{titles[target]}: {what}", limit_s, ("gpu", target), target)
+        Part(f"{target}-{name}", where, f"{titles[target]}: {what}", limit_s, ("gpu", target), (target, *arguments))
         for target in get_args(Target)
     ]
 
 
+def _latency(name: str, what: str, limit_s: int, precision: Precision, *needs: Need) -> Part:
+    where = f"latency.{name.replace('-', '_')}"
+    return Part(f"{name}-{precision}", where, f"{what}, {precision}: milliseconds a step", limit_s, needs, (precision,))
+
+
+_DOUBLE = "the session for TensorRT on engines of PyTorch"
+_GRAPHS = "milliseconds a step, with CUDA graphs and without"
+
+# The limits of the first lines fill four runs of nine minutes on a machine with one of TensorRT and TensorRT-RTX.
 PARTS: tuple[Part, ...] = (
+    Part("primitives", "primitives.primitives", "bandwidth, replays, top-k, small copies", 60, ("torch-cuda",)),
     Part(
         "engine-double",
         "test_engine_double.engine_double",
-        "the session for TensorRT on engines of PyTorch: captures, overlapped steps, threads, memory",
+        f"{_DOUBLE}: captures, overlapped steps, threads, memory",
         180,
         ("torch-cuda", "ort"),
     ),
-    Part("eager-latency", "latency.eager", "PyTorch eager: milliseconds a step", 90, ("torch-cuda",)),
-    Part("compile-latency", "latency.compiled", "PyTorch torch.compile: milliseconds a step", 180, ("torch-cuda",)),
-    Part("primitives", "primitives.primitives", "bandwidth, replays, top-k, small copies", 60, ("torch-cuda",)),
-    Part("rtx-accepts", "parity.rtx_accepts", "TensorRT-RTX: GPU support", 90, ("gpu", "rtx-library")),
-    *_on_both("parity.dates", "models/dates against PyTorch, both variants, fp32, fp16 and bf16", 200),
+    _latency("double-latency", _DOUBLE, 90, "fp16", "torch-cuda", "ort"),
+    _latency("eager-latency", "PyTorch eager", 60, "fp16", "torch-cuda"),
     Part("ort-cuda", "parity.ort_cuda", "ONNX Runtime CUDA: models/dates against PyTorch", 120, ("ort-cuda",)),
-    *_on_both("latency.latency", "milliseconds a step, with CUDA graphs and without", 180),
-    Part("ort-latency", "latency.ort_latency", "ONNX Runtime CUDA: milliseconds a step", 180, ("ort-cuda",)),
-    Part(
-        "double-latency",
-        "latency.double_latency",
-        "the session for TensorRT on engines of PyTorch: milliseconds a step",
-        150,
-        ("torch-cuda", "ort"),
-    ),
+    _latency("ort-latency", "ONNX Runtime CUDA", 120, "fp16", "ort-cuda"),
+    Part("ort-ties", "behavior.ties", "ONNX Runtime CUDA: equal logits in order of id", 60, ("ort-cuda",)),
+    Part("rtx-accepts", "parity.rtx_accepts", "TensorRT-RTX: GPU support", 60, ("gpu", "rtx-library")),
+    *_on_both("parity.dates", "models/dates against PyTorch, both variants, fp32, fp16 and bf16", 200),
+    *_on_both("latency.latency", _GRAPHS, 240, "fp16"),
+    _latency("compile-latency", "PyTorch torch.compile", 360, "fp16", "torch-cuda"),
     *_on_both("behavior.sessions", "several sessions and threads over one engine", 60),
     *_on_both("behavior.refusals", "stale, damaged and foreign engines, requests beyond a profile", 60),
     *_on_both("parity.weights", "models/dates with int8 and int4 weights", 120),
-    Part("ort-presets", "parity.ort_presets", "ONNX Runtime CUDA: random presets against PyTorch", 120, ("ort-cuda",)),
-    Part("ort-ties", "behavior.ties", "ONNX Runtime CUDA: equal logits in order of id", 60, ("ort-cuda",)),
-    # Some forty builds, as many as the time allows, so they come last.
+    *_on_both("latency.weights_latency", f"{_GRAPHS}, weights int8", 240),
+    _latency("ort-latency", "ONNX Runtime CUDA", 120, "fp32", "ort-cuda"),
+    # What follows has no end in sight, or is rarely asked for.
+    *_on_both("latency.latency", _GRAPHS, 240, "fp32"),
+    _latency("double-latency", _DOUBLE, 120, "fp32", "torch-cuda", "ort"),
+    _latency("eager-latency", "PyTorch eager", 90, "fp32", "torch-cuda"),
+    Part("ort-presets", "parity.ort_presets", "ONNX Runtime CUDA: random presets against PyTorch", 300, ("ort-cuda",)),
+    _latency("compile-latency", "PyTorch torch.compile", 360, "fp32", "torch-cuda"),
+    # Some forty builds.
     *_on_both("parity.presets", "random presets against PyTorch, both variants, fp32, fp16 and bf16", 3600),
 )
 

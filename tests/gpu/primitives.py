@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.gpu.job import Job
+from tests.gpu.job import Job, Numbers
 
 NUM_KERNELS = 134  # about as many as a static step of paper-base has in ONNX Runtime CUDA
 VOCAB, ROWS, CANDIDATES = 32_000, (1, 8, 32), (1, 2, 8)
@@ -18,19 +18,24 @@ Call = Callable[[], object]
 
 
 def primitives(job: Job, device: str = "cuda", large_bytes: int = LARGE_BYTES) -> None:
-    with job.check("bandwidth") as numbers:
-        numbers.update(bandwidth(device, large_bytes))
-    with job.check(f"a graph of {NUM_KERNELS} tiny kernels") as numbers:
-        numbers["replay_us"] = replay_us(functools.partial(tiny_kernels, torch.zeros(1, device=device)))
-    with job.check(f"top-k of {VOCAB}") as numbers:
-        for rows in ROWS:
-            logits = torch.randn(rows, VOCAB, device=device)
-            for k in CANDIDATES:
-                numbers[f"{rows} rows, k {k}, us"] = replay_us(functools.partial(torch.topk, logits, k))
-    with job.check("small copies") as numbers:
-        on_host, on_device = torch.zeros(64, pin_memory=device == "cuda"), torch.zeros(64, device=device)
-        for name, target, source in (("up", on_device, on_host), ("down", on_host, on_device)):
-            numbers[f"{name}_us"] = replay_us(functools.partial(target.copy_, source, non_blocking=True))
+    job.check("bandwidth", lambda numbers: numbers.update(bandwidth(device, large_bytes)))
+    tiny = functools.partial(tiny_kernels, torch.zeros(1, device=device))
+    job.check(f"a graph of {NUM_KERNELS} tiny kernels", lambda numbers: numbers.update(replay_us=replay_us(tiny)))
+    job.check(f"top-k of {VOCAB}", functools.partial(top_k, device))
+    job.check("small copies", functools.partial(small_copies, device))
+
+
+def top_k(device: str, numbers: Numbers) -> None:
+    for rows in ROWS:
+        logits = torch.randn(rows, VOCAB, device=device)
+        for k in CANDIDATES:
+            numbers[f"{rows} rows, k {k}, us"] = replay_us(functools.partial(torch.topk, logits, k))
+
+
+def small_copies(device: str, numbers: Numbers) -> None:
+    on_host, on_device = torch.zeros(64, pin_memory=device == "cuda"), torch.zeros(64, device=device)
+    for name, target, source in (("up", on_device, on_host), ("down", on_host, on_device)):
+        numbers[f"{name}_us"] = replay_us(functools.partial(target.copy_, source, non_blocking=True))
 
 
 def tiny_kernels(number: torch.Tensor) -> None:

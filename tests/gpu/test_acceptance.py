@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -10,21 +11,26 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch._dynamo
 
+from tests import tiny
 from tests.conftest import ROOT
 from tests.gpu import acceptance, behavior, decodes, latency, parity
-from tests.gpu.job import Job
+from tests.gpu.job import Job, read_checks, read_lines
 from tests.gpu.parts import PARTS, Part
 from tests.gpu.torch_engine import TorchEngine
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
 from tfexport.doctor import Diagnosis, Library
+from tfexport.nn.config import model_spec
+from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.registry import LoadOptions, open_session
+from tfexport.tensorrt.config import Target
 from tfexport.tensorrt.cuda import find_gpus
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -38,7 +44,7 @@ def machine() -> Diagnosis:
 
 
 def checks(path: Path) -> dict[str, dict[str, Any]]:
-    return {check["name"]: check for check in acceptance.read_checks(path)}
+    return {check["name"]: check for check in read_checks(path)}
 
 
 @pytest.fixture
@@ -71,43 +77,117 @@ def test_every_part_has_a_function_and_its_own_name() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
+def test_what_matters_first_fits_four_runs_of_ten_minutes() -> None:
+    first = PARTS[: [part.name for part in PARTS].index("ort-latency-fp32") + 1]
+    for missing in get_args(Target):
+        needed = [part for part in first if missing not in part.needs]
+        assert sum(part.limit_s for part in needed) <= 4 * 540
+        ends = dict(zip([part.name for part in needed], itertools.accumulate(p.limit_s for p in needed), strict=True))
+        assert max(ends[f"{name}-fp16"] for name in ("double-latency", "eager-latency")) <= 540
+        assert ends["ort-cuda"] <= 540
+        assert max(ends["ort-latency-fp16"], ends["ort-ties"], ends["rtx-accepts"]) <= 2 * 540
+
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from tests.gpu.job import Job, read_checks, read_lines
+job = Job(Path(os.environ["GPU_WORK"]), Path(os.environ["GPU_FOUND"]))
+def fail(*_): raise ValueError("no")
+def refuse(*_): raise KeyError("refused")
+def crash(*_): os.kill(os.getpid(), 11)
+def hang(*_): time.sleep(60)
+def check(name, call=lambda numbers: numbers.update(time=time.time())): job.check(name, call, KeyError)
+"""
+
+
+def run_worker(tmp_path: Path, program: str, limit_s: int = 60) -> acceptance.Outcome:
+    part = Part("part", "where", "what", limit_s, ())
+    return acceptance.run_part(part, tmp_path, tmp_path / "work", 100, (sys.executable, "-c", WORKER + program))
+
+
 @pytest.mark.parametrize(
     ("program", "status", "reason", "found"),
     [
-        ("write('passed')", "passed", "", 1),
-        ("write('passed'); write('failed')", "failed", "", 2),
-        ("write('refused')", "refused", "", 1),
-        ("write('passed'); os.kill(os.getpid(), 11)", "failed", "crashed with signal 11", 1),
-        ("write('passed'); print('the end'); sys.exit(3)", "failed", "exit code 3", 1),
-        ("pass", "failed", "nothing was checked", 0),
-        ("write('passed'); open(found, 'a').write('{\"na'); time.sleep(60)", "failed", "no end within 1 s", 1),
+        ("check('a')", "passed", "", ["passed"]),
+        ("check('a'); check('b', fail); sys.exit(1)", "failed", "", ["passed", "failed"]),
+        ("check('a', refuse)", "refused", "", ["refused"]),
+        ("check('a'); check('b', crash)", "failed", "crashed with signal 11", ["passed", "failed"]),
+        ("check('a'); print('the end'); sys.exit(3)", "failed", "exit code 3", ["passed"]),
+        ("pass", "failed", "nothing was checked", []),
+        ("check('a', hang)", "failed", "no check ended within 3 s", ["failed"]),
+        ("check('a'); check('b', hang)", "unfinished", "stopped after 3 s", ["passed", "unfinished"]),
     ],
 )
 def test_a_part_that_fails_crashes_or_hangs_is_a_result(
-    tmp_path: Path, program: str, status: str, reason: str, found: int
+    tmp_path: Path, program: str, status: str, reason: str, found: list[str]
 ) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import json, os, sys, time\n"
-        "found = os.environ['GPU_FOUND']\n"
-        "def write(status):\n"
-        "    check = dict(name='a', status=status, detail='', seconds=1.0, numbers={})\n"
-        "    open(found, 'a').write(json.dumps(check) + '\\n')\n"
-        f"{program}\n"
-    )
-    part = Part("part", "where", "what", 1 if "sleep" in program else 60, ())
-    outcome = acceptance.run_part(part, tmp_path, 100, (sys.executable, str(worker)))
-    assert (outcome.status, outcome.reason, len(outcome.checks)) == (status, reason, found)
-    assert outcome.tail == ("the end" if "the end" in program else "")
+    outcome = run_worker(tmp_path, program, 3 if "hang" in program else 60)
+    assert (outcome.status, outcome.reason) == (status, reason)
+    assert [check["status"] for check in outcome.checks] == found
+    assert outcome.is_complete == (reason in ("", "nothing was checked"))
+    assert ("the end" in outcome.tail) == ("the end" in program)
+
+
+def test_the_next_run_goes_on_after_the_checks_that_ended(tmp_path: Path) -> None:
+    first = run_worker(tmp_path, "check('a'); check('b', crash); check('c')")
+    with (tmp_path / "parts" / "part.jsonl").open("a") as file:
+        file.write('{"name": "c", "sta')
+    second = run_worker(tmp_path, "check('a', fail); check('b', crash); check('c'); check('d', crash)")
+    third = run_worker(tmp_path, "[check(name, fail) for name in 'abcd']; check('e')")
+    assert [check["status"] for check in first.checks] == ["passed", "failed"]
+    assert [check["name"] for check in third.checks] == ["a", "b", "c", "d", "e"]
+    assert third.checks[:2] == first.checks
+    assert third.checks[2:4] == second.checks[2:4]
+    assert third.checks[3]["detail"] == "crashed with signal 11"
+    assert (first.is_complete, second.is_complete, third.is_complete) == (False, False, True)
+    assert third.status == "failed"
+
+
+def test_complete_parts_are_not_run_again_unless_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (Part(name, "where", "what", 60, ()) for name in ("one", "two"))
+    monkeypatch.setattr(acceptance, "PARTS", (one, two))
+    monkeypatch.setattr(acceptance, "diagnose", machine)
+    monkeypatch.setattr(acceptance, "skipped", lambda part: "")
+    ran: list[str] = []
+
+    def run_part(part: Part, output: Path, work: Path, left_s: float) -> acceptance.Outcome:
+        ran.append(part.name)
+        job = Job(work, acceptance.result_file(output, part))
+        job.check("good", lambda numbers: numbers.update(run=len(ran)))
+        job.check("bad", lambda numbers: {}["missing"])
+        is_complete = part is one or len(ran) > 2
+        return acceptance.Outcome(part.name, "what", "failed", "", 2.0, read_checks(job._found), "", is_complete)
+
+    monkeypatch.setattr(acceptance, "run_part", run_part)
+    arguments = ["--output", str(tmp_path / "output"), "--work", str(tmp_path / "work")]
+    tmp_path.joinpath("work").mkdir()
+    assert [acceptance.main(arguments) for _ in range(3)] == [1, 1, 1]
+    assert ran == ["one", "two", "two"]
+    acceptance.main([*arguments, "--only", "one"])
+    assert ran[3:] == ["one"]
+    report = json.loads((tmp_path / "output" / "report.json").read_text())
+    assert [part["part"] for part in report["parts"]] == ["one", "two"]
+    assert [part["seconds"] for part in report["parts"]] == [4.0, 4.0]
+    lines = read_lines(tmp_path / "output" / "parts" / "one.jsonl")
+    assert [(line["name"], line["status"]) for line in lines if line["status"] != "unfinished"] == [
+        ("good", "passed"),
+        ("bad", "failed"),
+    ]
+    assert lines[-1]["numbers"] == {}
+    assert checks(tmp_path / "output" / "parts" / "one.jsonl")["good"]["numbers"] == {"run": 1}
 
 
 def test_parts_after_the_time_limit_are_skipped(tmp_path: Path) -> None:
-    outcomes = acceptance.run_parts(tmp_path, time.monotonic() + acceptance.LEAST_S - 1)
-    assert {(outcome.status, outcome.reason) for outcome in outcomes} == {("skipped", "out of time")}
-    worker = tmp_path / "worker.py"
-    worker.write_text("import time; time.sleep(60)")
-    cut = acceptance.run_part(PART, tmp_path, 0.5, (sys.executable, str(worker)))
-    assert (cut.status, cut.reason) == ("skipped", "out of time")
+    deadline = time.monotonic() + acceptance.LEAST_S - 1
+    known = acceptance.Outcome(PART.name, PART.what, "unfinished", "stopped after 9 s")
+    outcomes = list(acceptance.run_parts(tmp_path, tmp_path, deadline, {PART.name: known}))
+    assert outcomes[0] is known
+    assert {(outcome.status, outcome.reason) for outcome in outcomes[1:]} == {("skipped", "out of time")}
+    cut = acceptance.run_part(PART, tmp_path, tmp_path, 0.5, (sys.executable, "-c", "import time; time.sleep(60)"))
+    assert (cut.status, cut.reason, cut.is_complete) == ("unfinished", "stopped after 0 s", False)
 
 
 def check(name: str, status: str = "passed", detail: str = "", **numbers: Any) -> dict[str, Any]:
@@ -115,32 +195,33 @@ def check(name: str, status: str = "passed", detail: str = "", **numbers: Any) -
 
 
 def test_the_report_has_reasons_and_numbers(tmp_path: Path) -> None:
-    ms, both = {"batch 1, greedy": 0.125, "batch 8, beam 4": 3.5}, {"batch 1, greedy": 1.0, "batch 8, beam 4": 2.0}
-    read = {"batch 1, greedy": 100_000_000, "batch 8, beam 4": 700_000_000}
+    def step(backend: str, setting: str, **numbers: float) -> dict[str, Any]:
+        return check(f"{backend}, {setting}", backend=backend, setting=setting, **numbers)
+
     refused = check("default", "refused", "UNSUPPORTED_CC | no")
-    eager = check("eager", step_ms=both, step_bytes=read, launches={})
-    ort = check("ort", step_ms=ms, step_bytes=read, launches={"batch 1, greedy": 223.0})
-    outcomes = [
+    eager = [step("eager", "greedy", step_ms=1.0, step_bytes=100_000_000)]
+    eager += [step("eager", "beam 4", step_ms=2.0, step_bytes=700_000_000)]
+    ort = [step("ort", "greedy", step_ms=0.125, step_bytes=100_000_000), step("ort", "greedy", launches=223.0)]
+    found = [
         acceptance.Outcome("rtx-accepts", "takes", "refused", checks=[refused]),
         acceptance.Outcome("primitives", "all", "passed", checks=[check("bandwidth", bandwidth_gb_s=4000)]),
-        acceptance.Outcome("eager-latency", "ms", "passed", checks=[eager]),
-        acceptance.Outcome("ort-latency", "ms", "failed", checks=[ort], tail="Traceback"),
+        acceptance.Outcome("eager-latency-fp16", "ms", "passed", checks=eager),
+        acceptance.Outcome("ort-latency-fp16", "ms", "failed", checks=ort, tail="Traceback"),
     ]
-    acceptance.write(tmp_path, machine(), outcomes, 3.0)
+    outcomes = {outcome.part: outcome for outcome in found}
+    acceptance.write(tmp_path, machine(), outcomes)
     text = (tmp_path / "report.md").read_text()
     assert "UNSUPPORTED_CC \\| no" in text
-    assert "## Milliseconds a step\n\n| backend | batch 1, greedy | batch 8, beam 4 |" in text
-    assert "| eager | 1.000 | 2.000 |\n| ort | 0.125 | 3.500 |" in text
+    assert "## Milliseconds a step\n\n| backend | greedy | beam 4 |" in text
+    assert "| eager | 1.000 | 2.000 |\n| ort | 0.125 |  |" in text
     # 100 MB in 0.125 ms are 800 GB/s, a fifth of 4,000.
     assert "## Percent of the measured 4000 GB/s" in text
-    assert "| eager | 2 | 9 |\n| ort | 20 | 5 |" in text
-    assert "## Kernels, copies and fills a step\n\n| backend | batch 1, greedy |\n| --- | --- |\n| ort | 223 |" in text
+    assert "| eager | 2 | 9 |\n| ort | 20 |  |" in text
+    assert "## Kernels, copies and fills a step\n\n| backend | greedy |\n| --- | --- |\n| ort | 223 |" in text
     assert "| bandwidth | passed | 1.0 | bandwidth_gb_s 4000 |" in text
-    assert "| eager | passed | 1.0 |  |" in text, "numbers by setting are only in their tables"
     assert "Traceback" in text
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["passed"] is False
-    assert report["parts"][3]["checks"][0]["numbers"]["step_ms"] == ms
+    assert json.loads((tmp_path / "report.json").read_text())["passed"] is False
+    assert acceptance.read_outcomes(tmp_path) == outcomes
 
 
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
@@ -168,48 +249,86 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "PRECISIONS", ("fp32",))
-    monkeypatch.setattr(latency, "measure", lambda session, read: decodes.measure(session, read, SMALL))
-    monkeypatch.setattr(latency, "launches", lambda session, count: decodes.launches(session, count, SMALL))
-    monkeypatch.setattr(latency, "given_to_gpu", lambda call: 0)
+    monkeypatch.setattr(decodes, "SETTINGS", SMALL)
+    monkeypatch.setattr(decodes, "LAUNCHES", SMALL)
     monkeypatch.setattr(decodes, "NEW_TOKENS", 5)
+    monkeypatch.setattr(latency, "given_to_gpu", lambda call: (call(), 7)[1])
 
 
 def test_latency_is_measured_with_graphs_and_without(
     job: Job, doubles: None, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(latency, "MEASURED", "dates")
+    job.copy("dates-fp32-latency", job.bundle("dates"), engines=False)
     monkeypatch.setattr(job, "engine", lambda *arguments, **more: "double")
-    latency.latency(job, "tensorrt")
-    latency.double_latency(job, CudaDouble, TorchEngine)
-    latency.ort_latency(job, "cpu")
+    latency.latency(job, "tensorrt", "fp32")
+    latency.double_latency(job, "fp32", CudaDouble, TorchEngine)
+    latency.ort_latency(job, "fp32", "cpu")
     found = checks(job.work / "found.jsonl")
     assert {check["status"] for check in found.values()} == {"passed"}, found
-    others = ("engine double fp32", "ort cpu static fp32", "ort cpu concat fp32")
-    for name in ("tensorrt fp32", "tensorrt fp32 without CUDA graphs", *others):
-        numbers = found[name]["numbers"]
-        assert list(numbers["step_ms"]) == ["batch 1, greedy", "batch 3, beam 2"]
-        assert all(time > 0 for time in numbers["step_ms"].values())
-        assert all(0 < steps <= 5 for steps in numbers["steps"].values())
-        assert numbers["launches"] == {}, "nothing was seen"
-    assert "fp32: equal tokens with and without CUDA graphs" in found
+    assert list(found)[:7] == [
+        "tensorrt fp32, batch 1, greedy",
+        "tensorrt fp32, batch 3, beam 2",
+        "tensorrt fp32: equal tokens with and without CUDA graphs",
+        "tensorrt fp32 without CUDA graphs, batch 1, greedy",
+        "tensorrt fp32 without CUDA graphs, batch 3, beam 2",
+        "tensorrt fp32, batch 1, greedy: launches",
+        "tensorrt fp32, batch 3, beam 2: launches",
+    ], "nothing is profiled before all times are known"
+    for backend in ("engine double fp32", "ort cpu static fp32", "ort cpu concat fp32"):
+        for setting in ("batch 1, greedy", "batch 3, beam 2"):
+            numbers = found[f"{backend}, {setting}"]["numbers"]
+            assert (numbers["backend"], numbers["setting"]) == (backend, setting)
+            assert numbers["step_ms"] > 0
+            assert 0 < numbers["steps"] <= 5
+            launches = found[f"{backend}, {setting}: launches"]["numbers"]
+            assert launches == {"backend": backend, "setting": setting, "launches": 0.0}, "no more when longer"
+
+
+def test_a_session_that_fails_is_the_failure_of_its_checks_and_no_other(
+    job: Job, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "MEASURED", "dates")
+    job.copy("dates-fp32-latency", job.bundle("dates"), engines=False)
+    monkeypatch.setattr(job, "engine", lambda *arguments, **more: "absent")
+    latency.latency(job, "tensorrt", "fp32")
+    found = checks(job.work / "found.jsonl")
+    assert len({check["detail"] for check in found.values()}) == 1, found
+    assert {check["status"] for check in found.values()} == {"failed"}
+    assert not any("KeyError" in check["detail"] for check in found.values())
 
 
 def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The compiler itself takes minutes on a CPU.
-    monkeypatch.setattr(torch, "compile", lambda step, dynamic: step)
     monkeypatch.setattr(latency, "MEASURED", "tiny")
-    monkeypatch.setattr(latency, "given_to_gpu", lambda call: (call(), 7)[1])
-    monkeypatch.setattr(latency, "PRECISIONS", ("fp16", "fp32"))
-    latency.torch_latency(job, compiled=True, device="cpu")
+    for precision in ("fp16", "fp32"):
+        latency.eager_latency(job, precision, "cpu")
     found = checks(job.work / "found.jsonl")
-    half, full = found["torch.compile fp16"], found["torch.compile fp32"]
-    for check in (half, full):
-        assert check["status"] == "passed", check
-        assert check["numbers"]["launches"] == {"batch 1, greedy": 0.0, "batch 3, beam 2": 0.0}, "no more when longer"
-        assert len(check["numbers"]["step_ms"]) == 2
-    read = [check["numbers"]["step_bytes"]["batch 1, greedy"] for check in (half, full)]
+    assert {check["status"] for check in found.values()} == {"passed"}, found
+    read = [found[f"eager {name}, batch 1, greedy"]["numbers"]["step_bytes"] for name in ("fp16", "fp32")]
     assert read[1] == 2 * read[0]
+
+
+def test_what_is_not_compiled_is_no_figure_of_the_compiler(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float32)
+    compile_for = functools.partial(torch.compile, backend="eager")  # the default one takes minutes on a CPU
+    monkeypatch.setattr(torch, "compile", compile_for)
+    monkeypatch.setattr(
+        latency, "eager_session", lambda *_: (EagerSession(model, model_spec(model.config, "fp32")), 1.0)
+    )
+    monkeypatch.setattr(decodes, "LAUNCHES", ())
+
+    def measured(recompile_limit: int) -> dict[str, dict[str, Any]]:
+        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", recompile_limit)
+        found = tmp_path / f"{recompile_limit}.jsonl"
+        model.__dict__.pop("decode_step", None)
+        latency.compile_latency(Job(tmp_path, found), "fp32", "cpu")
+        return checks(found)
+
+    # Enough for each setting, and too few for all of them.
+    assert {check["status"] for check in measured(4).values()} == {"passed"}
+    assert "recompile_limit" in measured(1)["torch.compile fp32, batch 1, greedy"]["detail"]
 
 
 def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

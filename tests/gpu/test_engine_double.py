@@ -269,8 +269,7 @@ def test_the_contract_on_the_host(variant: Variant, once: Once) -> None:
 def engine_double(job: Job) -> None:
     bundle = job.bundle("dates")
     for name, check in CHECKS.items():
-        with job.check(name):
-            check(PlacedModel(bundle, GPU))
+        job.check(name, lambda numbers, check=check: check(PlacedModel(bundle, GPU)))
 
     def once(name: str, make: Callable[[Path], object]) -> Path:
         path = job.work / "bundles" / name
@@ -279,5 +278,4 @@ def engine_double(job: Job) -> None:
         return path
 
     for variant in VARIANTS:
-        with job.check(f"contract, {variant}"):
-            check_contract(*contract_session(GPU, variant, once))
+        job.check(f"contract, {variant}", lambda _, v=variant: check_contract(*contract_session(GPU, v, once)))
