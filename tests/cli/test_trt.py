@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from tfexport.errors import EngineError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.nn.directory import save_model
+from tfexport.tensorrt import store
+from tfexport.tensorrt._library import load_library
 from tfexport.tensorrt.cuda import find_gpus
 from tfexport.tensorrt.store import load_engine, open_engine, validity_problem
 
@@ -150,7 +153,7 @@ def test_the_concat_variant_and_fp16_from_the_weights_of_an_fp32_bundle(copy: Pa
 
 
 def test_int8_weights_make_smaller_plans(copy: Path) -> None:
-    build(copy, "--weights", "int8")
+    assert "weights int8 make the plans smaller" in build(copy, "--weights", "int8").stderr
     manifest = open_engine(copy.resolve(), "tensorrt-rtx-static-fp32-int8").manifest
     whole = open_engine(copy.resolve(), "tensorrt-rtx-static-fp32").manifest
     assert manifest.config.weights == "int8"
@@ -246,6 +249,20 @@ def test_the_reasons_of_an_invalid_engine_are_named() -> None:
         "invalid", "VERSION_MISMATCH", "UNSUPPORTED_CC",
     }  # fmt: skip
     assert validity_problem(trt, invalid, 0) == "invalid, without a reason"
+
+
+@pytest.mark.parametrize(("capability", "remedy"), [("9.0", "--target tensorrt "), ("8.9", "build it again with: ")])
+def test_an_engine_that_the_library_refuses_has_a_remedy(built: Path, capability: str, remedy: str) -> None:
+    bits = trt.EngineInvalidityDiagnostics
+    refusal = (trt.EngineValidity.INVALID, int(bits.UNSUPPORTED_CC))
+    runtime = SimpleNamespace(get_engine_validity=lambda plan: refusal)
+    library = load_library("tensorrt-rtx")
+    stored = open_engine(built, "tensorrt-rtx-static-fp32")
+    config = replace(stored.manifest.config, compute_capabilities=(capability,))
+    engine = replace(stored, manifest=replace(stored.manifest, config=config))
+    with pytest.raises(EngineError, match="UNSUPPORTED_CC") as caught:
+        store._deserialize(runtime, library, library.listen(), engine, "encoder", open_bundle(built))
+    assert remedy in str(caught.value)
 
 
 @pytest.mark.gpu

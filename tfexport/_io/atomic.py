@@ -60,15 +60,18 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def locked(target: Path) -> Iterator[None]:
-    """Lock `target`, whose parent must exist; BundleError if it is being written."""
+def locked(target: Path, *, waits: bool = False) -> Iterator[None]:
+    """Lock `target`, whose parent must exist.
+
+    If it is being written, wait or raise BundleError.
+    """
     path = target.with_name(f".{_stem(target)}.lock")
     lock = None
     try:
         with suppress(FileNotFoundError):
             target.lstat()  # raises for an invalid name before any work is done
         with interrupts_held():
-            lock = _lock(path, target)
+            lock = _lock(path, target, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         if lock is not None:
@@ -80,11 +83,11 @@ def locked(target: Path) -> Iterator[None]:
                     os.close(lock)
 
 
-def _lock(path: Path, target: Path) -> int:
+def _lock(path: Path, target: Path, how: int) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, how)
             with suppress(FileNotFoundError):  # the previous owner removed the file after we had opened it
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return lock
@@ -180,9 +183,12 @@ def _remove(folder: Path, *, ignore_errors: bool = False) -> None:
 
 
 @contextmanager
-def whole_file(target: Path) -> Iterator[Path]:
-    """Yield an empty file, which becomes `target` at the end if there is no error."""
-    with locked(target):
+def whole_file(target: Path, *, waits: bool = False) -> Iterator[Path]:
+    """Yield an empty file, which becomes `target` at the end if there is no error.
+
+    `waits` is that of `locked`.
+    """
+    with locked(target, waits=waits):
         recover(target)
         draft = _sibling(target, "tmp")
         try:

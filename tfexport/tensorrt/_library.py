@@ -11,6 +11,7 @@ import re
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,12 @@ class Library:
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
         return {f"{match[1]}.{match[2]}": names[name] for name, match in numbers.items()}
 
+    def unlisted(self, capabilities: Sequence[str]) -> str:
+        """Return the remedy if a compute capability is not listed; empty if all are."""
+        known = self.compute_capabilities()
+        unknown = ", ".join(capability for capability in capabilities if known and capability not in known)
+        return f"{self} {unlisted(unknown, known)}" if unknown else ""
+
 
 _lock = threading.Lock()
 _loaded: list[Library] = []
@@ -152,6 +159,11 @@ def load_library(target: Target | None = None) -> Library:
             f"{target}: {library.target} is already loaded, and a process can use only one of them; use another process"
         )
     return library
+
+
+def unlisted(capability: str, known: Iterable[str] = NAMED) -> str:
+    others = "use --target tensorrt on such a GPU, or ONNX Runtime with --device cuda"
+    return f"lists no support for compute capability {capability}, only for {', '.join(known)}; {others}"
 
 
 def without_noise(message: str) -> str:

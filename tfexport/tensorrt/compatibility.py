@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.contents import stale_sources
-from tfexport.tensorrt._library import INSTALL, MODULES, NAMED, installed_targets
+from tfexport.tensorrt._library import INSTALL, MODULES, NAMED, installed_targets, unlisted
 from tfexport.tensorrt._manifest import EngineManifest
 from tfexport.tensorrt.config import OPTION_NAMES, EngineConfig, Target
 from tfexport.tensorrt.cuda import Gpu, find_gpus
@@ -138,6 +138,8 @@ def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
         # An unnamed capability can only be built by itself, on a GPU that has it.
         others = tuple(each for each in capabilities if each in NAMED and capability in NAMED)
         wider = _rebuild(bundle, replace(config, compute_capabilities=(*others, capability)))
+        if capability not in NAMED:
+            wider = f"tensorrt-rtx {unlisted(capability)}; to try it, {wider}"
         yield Incompatibility("compute capability", ", ".join(capabilities), here, wider)
     if config.target == "tensorrt" and not _gpu_fits(manifest, gpu):
         level = config.hardware_compatibility

@@ -217,10 +217,10 @@ def _deserialize(runtime: Any, library: Library, log: Log, stored: StoredEngine,
         reason = validity_problem(library.trt, *runtime.get_engine_validity(raw))
     engine = None if reason else runtime.deserialize_cuda_engine(raw)
     if engine is None:
-        raise EngineError(
-            f"engine {stored.name}: {library} refuses {plan}.plan: {reason or log.reason()}; "
-            f"build it again with: {rebuild_command(bundle.path, stored.manifest.config)}"
-        )
+        config = stored.manifest.config
+        remedy = library.unlisted(config.compute_capabilities)
+        remedy = remedy or f"build it again with: {rebuild_command(bundle.path, config)}"
+        raise EngineError(f"engine {stored.name}: {library} refuses {plan}.plan: {reason or log.reason()}; {remedy}")
     return engine
 
 

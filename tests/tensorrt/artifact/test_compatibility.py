@@ -39,6 +39,7 @@ SAME = replace(TENSORRT, hardware_compatibility="same_compute_capability")
 RTX_4090 = replace(L4, name="NVIDIA GeForce RTX 4090")
 A10 = replace(L4, name="NVIDIA A10", compute_capability="8.6")
 T4 = replace(L4, name="Tesla T4", compute_capability="7.5")
+A100 = replace(L4, name="NVIDIA A100", compute_capability="8.0")
 H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
 
 
@@ -71,7 +72,12 @@ def test_a_compatible_engine_is_accepted(bundle: Bundle, config: EngineConfig, m
         (COMPATIBLE, libraries("12.0.0.1"), "here is 12.0.0.1;"),
         (RTX, at(libraries={"tensorrt": "10.13.3.9"}), "here is tensorrt installed; install it with: pip install"),
         (TENSORRT, at(libraries={}), "here is none installed; install it with: pip install 'tfexport[trt]'"),
-        (RTX, at(gpu=H200), "compute capability: built with 8.6, 8.9, here is 9.0 (NVIDIA H200); build it again with"),
+        (RTX, at(gpu=A100), "compute capability: built with 8.6, 8.9, here is 8.0 (NVIDIA A100); build it again with"),
+        (
+            RTX,
+            at(gpu=H200),
+            "lists no support for compute capability 9.0, only for 7.5, 8.0, 8.6, 8.9, 12.0, 12.1; use ",
+        ),
         (
             RTX,
             at(gpu=None),

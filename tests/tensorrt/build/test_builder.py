@@ -39,8 +39,10 @@ def refusal(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> 
 @no_gpu
 def test_a_build_for_the_gpu_at_hand_reaches_the_library(rtx: Library) -> None:
     hopper = resolve_options(rtx, EngineConfig(), replace(L4, compute_capability="9.0"))
-    with pytest.raises(EngineError, match=r"the engine cannot be built: .*cudaError 35"):
+    with pytest.raises(EngineError, match=r"the engine cannot be built: .*cudaError 35") as caught:
         build_engine(parse(rtx, add()), (ADD,), hopper)
+    assert "9.0" in caught.value.remedy
+    assert "--target tensorrt " in caught.value.remedy, "the library may have no kernels for this GPU"
 
 
 def profile_of(rtx: Library, graph: bytes, *, queries: int = 5) -> Profile:

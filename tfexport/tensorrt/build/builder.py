@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ MAX_TIMING_CACHE_BYTES = 1024 * MIB
 
 # The oldest compute capability that supports float8 (Ada).
 _FP8 = (8, 9)
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> EngineConfig:
@@ -59,7 +62,8 @@ def build_engine(
     if monitor.error is not None:
         raise monitor.error
     if memory is None or not memory.nbytes:
-        raise EngineError(f"{network.subject}: the engine cannot be built: {network.log.reason()}")
+        remedy = network.library.unlisted(options.compute_capabilities)
+        raise EngineError(network.log.reason(), subject=f"{network.subject}: the engine cannot be built", remedy=remedy)
     if cache:
         save_timing_cache(config, cache)
     return bytes(memory)
@@ -118,17 +122,28 @@ def attach_timing_cache(library: Library, config: Any, directory: str) -> Path:
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Write the timings of a build to the file of `attach_timing_cache`, atomically."""
-    cache = config.get_timing_cache()
-    memory = None if cache is None else cache.serialize()
-    if memory is None:
-        raise EngineError(f"timing cache {path}: the library returns none; build without --timing-cache")
+    """Add the timings of a build to the file of `attach_timing_cache`.
+
+    A failure is a warning, because the plan is built.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as draft:
-            draft.write_bytes(bytes(memory))
-    except OSError as error:
-        raise EngineError(f"timing cache {path}: cannot be written ({error.strerror}); choose another one") from error
+        with whole_file(path, waits=True) as draft:
+            draft.write_bytes(_merged_timings(config, path))
+    except (OSError, TfexportError) as error:
+        _log.warning("timing cache %s: not saved, so later builds take longer: %s", path, error)
+
+
+def _merged_timings(config: Any, path: Path) -> bytes:
+    cache = config.get_timing_cache()
+    if cache is not None and path.exists():  # another build may have written it since this one has read it
+        known = config.create_timing_cache(path.read_bytes())
+        if known is None or not cache.combine(known, ignore_mismatch=False):
+            raise EngineError("the library does not combine it with this file; remove it")
+    serialized = None if cache is None else cache.serialize()
+    if serialized is None:
+        raise EngineError("the library returns none")
+    return bytes(serialized)
 
 
 class Monitor:

@@ -64,6 +64,11 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
     profiles = _collect(problems, lambda: make_profiles(spec, variant or "concat", config))
     options = _collect(problems, lambda: resolve_options(library, config, gpu))
     raise_all(EngineError, "trt", problems)
+    if config.weights is not None:
+        notes.append(
+            f"weights {config.weights} make the plans smaller; whether steps are faster depends on the GPU and was not "
+            "measured, so compare both with tfexport bench"
+        )
     assert profiles is not None
     assert options is not None
     resolved = replace(
