@@ -64,7 +64,10 @@ def test_a_bundle_gets_an_engine(built: Path) -> None:
     stdout, stderr = json.loads(built.with_name("trt-said").read_text())
     folder = built.resolve() / "engines" / "tensorrt-rtx-static-fp32"
     size = plan_bytes(built, folder.name) / 1e6
-    assert stdout == f"{folder}: tensorrt-rtx {trt.__version__}, encoder, decoder_static, reorder, {size:.1f} MB\n"
+    first, header, *rows = stdout.splitlines()
+    assert first == f"{folder}: tensorrt-rtx {trt.__version__}, encoder, decoder_static, reorder, {size:.1f} MB"
+    assert header.split() == ["plan", "MB", "layers", "kernels", "fused", "attention"]
+    assert [row.split()[0] for row in rows] == ["encoder", "decoder_static", "reorder"]
     assert stderr == "building encoder\nbuilding decoder_static\nbuilding reorder\n"
     assert sorted(path.name for path in folder.iterdir()) == [
         "build.log", "decoder_static.plan", "encoder.plan", "engine.json", "reorder.plan",
@@ -83,7 +86,12 @@ def test_a_bundle_gets_an_engine(built: Path) -> None:
     assert [profile["target_ids"].max for profile in decoder.profiles] == [(4, 1), (4, 12)]
     assert decoder.profiles[0]["past_key.0"].max[2] == 12
     assert not [flag for flag in manifest.flags if flag == "TF32"]
-    assert "== decoder_static" in (folder / "build.log").read_text()
+    log = (folder / "build.log").read_text()
+    assert "== decoder_static" in log
+    if decoder.kernels:  # of a version that names them
+        assert all(f"KERNEL {count} {name}\n" in log for name, count in decoder.kernels.items())
+        fused = sum(count for name, count in decoder.kernels.items() if "mha" in name)
+        assert rows[1].split()[3:] == [str(sum(decoder.kernels.values())), str(fused), "of", str(2 * 2 * layers)]
 
 
 def test_every_capacity_gets_a_decoder(copy: Path) -> None:

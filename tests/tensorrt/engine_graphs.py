@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 import onnx
 from onnx import TensorProto, helper
+
+from tfexport.tensorrt.inspector import kernels_of
 
 HEADS, WIDTH, CAPACITY = 2, 8, 6
 FLOAT = {"fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
@@ -95,4 +96,4 @@ def cache_update(capacity: int | str = CAPACITY, *, precision: str = "fp32", thr
 
 def kernels(plan: bytes) -> Counter[str]:
     """Count the kernels that TensorRT-RTX 1.7.1 names inside a plan, which is documented nowhere."""
-    return Counter(match[1].decode() for match in re.finditer(rb"function=\{ name=([\w.]+)", plan))
+    return Counter(kernels_of(plan, ""))

@@ -23,6 +23,7 @@ CARD = "README.md"  # also of Hugging Face directories
 # Engines of a bundle; `kernels` has a folder per GPU, whose files are named after the plans.
 ENGINE_MANIFEST = "engine.json"
 BUILD_LOG = "build.log"
+ENGINE_LAYERS = "layers.json"
 KERNELS = "kernels"
 KERNELS_INDEX = "kernels.json"
 KERNELS_SUFFIX = ".kernels"

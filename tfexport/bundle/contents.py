@@ -12,6 +12,7 @@ from typing import Any
 from tfexport._io import atomic
 from tfexport._io.names import (
     BUILD_LOG,
+    ENGINE_LAYERS,
     ENGINE_MANIFEST,
     ENGINE_SIGNATURE,
     KERNELS,
@@ -53,7 +54,7 @@ class EngineFiles:
         kernels = [KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self.plans)]
         machines = [entry.name for entry in _folders(folder / KERNELS)]
         compiled = {f"{KERNELS}/{machine}/{name}" for machine in machines for name in kernels}
-        return {ENGINE_MANIFEST, ENGINE_SIGNATURE, BUILD_LOG, *self.plans.values(), *compiled}
+        return {ENGINE_MANIFEST, ENGINE_SIGNATURE, BUILD_LOG, ENGINE_LAYERS, *self.plans.values(), *compiled}
 
 
 def stale_sources(sources: Mapping[str, str], files: Mapping[str, FileEntry]) -> list[str]:

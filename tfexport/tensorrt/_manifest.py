@@ -1,10 +1,11 @@
 """Define the manifest of an engine, which decides whether plans can be loaded."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from functools import partial
 from typing import Annotated, Self
 
-from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST
+from tfexport._io.names import BUILD_LOG, ENGINE_LAYERS, ENGINE_MANIFEST
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
@@ -30,7 +31,8 @@ class PlanEntry(FileEntry, subject="plan"):
     outputs: tuple[TensorSpec, ...]
     aliases: Mapping[str, str]  # output to the input whose memory it shares; present to past in the static variant
     profiles: tuple[Profile, ...]  # step and prefill for a decoder
-    layers: Mapping[str, Count]  # by type
+    layers: Mapping[str, Count]  # of the network, by type
+    kernels: Mapping[str, Count] = field(default_factory=dict)  # of all profiles, by name; empty if unknown
 
     def _problems(self) -> Iterator[str]:
         inputs = {tensor.name for tensor in self.inputs}
@@ -63,6 +65,7 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
     plans: Mapping[str, PlanEntry]
     versions: Mapping[str, str]  # of the build tools
     log: FileEntry
+    layers: FileEntry | None = None  # what the inspector reports of each plan
 
     def _problems(self) -> Iterator[str]:
         config, machine = self.config, self.machine
@@ -90,7 +93,8 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
     @property
     def files(self) -> dict[str, FileEntry]:
         """All files of the engine except its manifest, signature and compiled kernels."""
-        return {BUILD_LOG: self.log, **{plan.file: plan for plan in self.plans.values()}}
+        inspected = {} if self.layers is None else {ENGINE_LAYERS: self.layers}
+        return {BUILD_LOG: self.log, **inspected, **{plan.file: plan for plan in self.plans.values()}}
 
     def to_bytes(self) -> bytes:
         return seal(self.to_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport._io.atomic import interrupts_held
-from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST, ENGINE_SIGNATURE
+from tfexport._io.names import BUILD_LOG, ENGINE_LAYERS, ENGINE_MANIFEST, ENGINE_SIGNATURE
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import open_bundle
@@ -29,6 +30,7 @@ from tfexport.tensorrt.build.network import Graph, check_contract, parse_graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resolve
 from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, cache_aliases, engine_key, plan_contract
 from tfexport.tensorrt.cuda import find_gpus
+from tfexport.tensorrt.inspector import inspect_plan, kernels_of
 from tfexport.tensorrt.store import StoredEngine, add_engine
 
 
@@ -108,6 +110,7 @@ def build_engines(
         report(f"the {signed} signed and this engine will not be; sign it with --sign-key")
     with add_engine(bundle.path, name, force=force, key=key) as folder:
         plans: dict[str, PlanEntry] = {}
+        inspected: dict[str, Any] = {}
         # On the bundle's disk, because weights of another precision may not fit into /tmp.
         with tempfile.TemporaryDirectory(dir=folder) as scratch, (folder / BUILD_LOG).open("w") as log:
             graphs = prepare_graphs(resolved, Path(scratch), report)
@@ -117,9 +120,16 @@ def build_engines(
                 def on_part(part: float, index: int = index) -> None:
                     on_progress((index + part) / len(graphs))
 
-                plans[graph.name], lines = _build(resolved, graph, on_part, folder)
-                log.writelines(f"{line}\n" for line in (f"== {graph.name}", *lines))
-        manifest = _manifest(resolved, plans, FileEntry.of(folder / BUILD_LOG))
+                plans[graph.name], lines, found = _build(resolved, graph, on_part, folder)
+                kernels = [f"KERNEL {count} {name}" for name, count in plans[graph.name].kernels.items()]
+                log.writelines(f"{line}\n" for line in (f"== {graph.name}", *lines, *kernels))
+                if found:
+                    inspected[graph.name] = json.loads(found)
+                elif resolved.gpu:
+                    report(f"{graph.name} could not be inspected, because it cannot be loaded on this GPU now")
+        if inspected:
+            (folder / ENGINE_LAYERS).write_text(json.dumps(inspected, indent=1))
+        manifest = _manifest(resolved, plans, folder)
         (folder / ENGINE_MANIFEST).write_bytes(manifest.to_bytes())
     return StoredEngine(name, target, manifest)
 
@@ -179,7 +189,7 @@ def resolve_build(
 
 def _build(
     resolved: ResolvedBuild, graph: Graph, on_progress: Callable[[float], None], folder: Path
-) -> tuple[PlanEntry, list[str]]:
+) -> tuple[PlanEntry, list[str], str]:
     profiles = resolved.profiles.engines[graph.name]
     contract = plan_contract(graph.name, resolved.spec, resolved.config.variant)
     with interrupts_held() as check:
@@ -192,6 +202,9 @@ def _build(
         check_contract(network, contract)
         data = build_engine(network, profiles, resolved.options, on_part)
     on_progress(1.0)
+    inspected = ""
+    if resolved.gpu:
+        inspected = inspect_plan(resolved.library, data, has_host_code=resolved.config.version_compatible)
     path = folder / f"{graph.name}.plan"
     path.write_bytes(data)
     entry = PlanEntry(
@@ -203,11 +216,12 @@ def _build(
         aliases=cache_aliases(graph.name, resolved.spec, resolved.config.variant),
         profiles=profiles,
         layers=network.layers,
+        kernels=kernels_of(data, inspected),
     )
-    return entry, network.log.lines()
+    return entry, network.log.lines(), inspected
 
 
-def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEntry) -> EngineManifest:
+def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], folder: Path) -> EngineManifest:
     gpu = resolved.gpu
     tools = ["tfexport", "onnx", *(["torch"] if resolved.is_exported_again else [])]
     facts = {"gpu": gpu.name, "compute_capability": gpu.compute_capability, "driver": gpu.driver_version} if gpu else {}
@@ -222,7 +236,8 @@ def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEnt
         sources=resolved.sources,
         plans=plans,
         versions={name: importlib.metadata.version(name) for name in tools},
-        log=log,
+        log=FileEntry.of(folder / BUILD_LOG),
+        layers=FileEntry.of(layers) if (layers := folder / ENGINE_LAYERS).exists() else None,
     )
 
 

@@ -6,7 +6,8 @@ Each engine is a folder that is replaced atomically:
         engine.json            manifest: options, plans, library version and GPU
         engine.json.sig        signature of the manifest, optional
         encoder.plan           one plan per graph; size and sha256 are in engine.json
-        build.log              messages of the library during the build
+        build.log              messages of the library during the build, and kernels
+        layers.json            what the library's inspector reports of each plan, if there was a GPU
         kernels/               kernels compiled by TensorRT-RTX, see `tfexport.tensorrt._kernels`
 """
 
@@ -29,10 +30,12 @@ from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.contents import EngineFiles, recover_kernels
 from tfexport.bundle.manifest import ENGINES
+from tfexport.contract import ENCODER, REORDER
 from tfexport.errors import BundleError, EngineError, raise_all
 from tfexport.tensorrt._library import Library, Log, load_library
-from tfexport.tensorrt._manifest import EngineManifest
+from tfexport.tensorrt._manifest import EngineManifest, PlanEntry
 from tfexport.tensorrt.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
+from tfexport.tensorrt.inspector import num_attentions, num_fused
 
 _REMEDY = "copy it again from its source or build it again with tfexport trt"
 
@@ -71,10 +74,17 @@ class StoredEngine:
         return {"name": self.name, "path": str(self.path), "manifest": self.manifest.to_dict()}
 
     def lines(self) -> list[str]:
-        """Return one line for the terminal."""
-        size = sum(plan.bytes for plan in self.manifest.plans.values())
+        """Return the lines for the terminal."""
+        plans = self.manifest.plans
+        size = sum(plan.bytes for plan in plans.values())
         version = f"{self.manifest.config.target} {self.manifest.library_version}"
-        return [f"{self.path}: {version}, {', '.join(self.manifest.plans)}, {size / 1e6:.1f} MB"]
+        rows = [("plan", "MB", "layers", "kernels", "fused attention"), *(_row(*plan) for plan in plans.items())]
+        width = max(len(name) for name in plans)
+        table = (
+            f"  {name:<{width}}" + "".join(f"{cell:>9}" for cell in cells) + f"  {fused}"
+            for name, *cells, fused in rows
+        )
+        return [f"{self.path}: {version}, {', '.join(plans)}, {size / 1e6:.1f} MB", *map(str.rstrip, table)]
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,13 @@ def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
     members = trt.EngineInvalidityDiagnostics.__members__
     names = [name for name, member in members.items() if int(diagnostics) & int(member)]
     return f"invalid, {', '.join(names) or 'without a reason'}"
+
+
+def _row(name: str, plan: PlanEntry) -> tuple[str, ...]:
+    attentions = num_attentions(plan.layers, selects=name not in (ENCODER, REORDER)) * len(plan.profiles)
+    fused = f"{num_fused(plan.kernels)} of {attentions}" if attentions and plan.kernels else ""
+    sizes = f"{plan.bytes / 1e6:.1f}", str(sum(plan.layers.values())), str(sum(plan.kernels.values()) or "unknown")
+    return name, *sizes, fused
 
 
 def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> StoredEngine:

@@ -90,6 +90,8 @@ def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
     config.clear_flag(trt.BuilderFlag.TF32)
     for name in builder_flags(library, options)[1:]:
         config.set_flag(getattr(trt.BuilderFlag, name))
+    # For the inspector and profilers; the plan computes the same.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.max_aux_streams = 0  # one stream does everything in order
     if options.workspace_mib is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * MIB)
