@@ -96,7 +96,9 @@ def case(bundle: Path, numbers: tuple[int, int, int, int]) -> None:
 
 
 def _memory_mb(what: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    line = next(
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith(what)
+    )
     return round(int(line.split()[1]) * 1024 / 1e6)
 
 

@@ -128,7 +128,7 @@ async def start(bundle: Path, log: Path) -> tuple[Process, str]:
         lines.append(line)
     found = re.match(r"listening on (\S+),", "".join(lines))
     if not line or not found:
-        raise BenchError(f"the server did not start: {log.read_text()[-500:]}")
+        raise BenchError(f"the server did not start: {log.read_text(encoding='utf-8')[-500:]}")
     return process, found[1]
 
 

@@ -246,7 +246,8 @@ pattern are held out with all their dates.
 ## Model
 
 {facts}
-"""
+""",
+        encoding="utf-8",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from filelock import FileLock
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -84,8 +84,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
         root = root.parent
 
     def make_once(name: str, make: Callable[[Path], object]) -> Path:
-        with (root / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(root / f"{name}.lock"):
             if not (root / name).exists():
                 make(root / name)
         return root / name

@@ -13,7 +13,7 @@ from tests.conftest import DATES
 from tfexport import sandbox
 from tfexport._io.process import ProcessError
 from tfexport.describe import inspect_path
-from tfexport.errors import BundleError, ConfigError, InputError
+from tfexport.errors import BackendError, BundleError, ConfigError, InputError
 from tfexport.sandbox import inspect_untrusted
 
 
@@ -43,4 +43,12 @@ def test_a_process_that_dies_is_one_line(dates_bundle: Path, monkeypatch: pytest
 
     monkeypatch.setattr(sandbox, "call_in_process", die)
     with pytest.raises(InputError, match=r": reading it was ended by signal 11; do not load it$"):
+        inspect_untrusted(dates_bundle)
+
+
+def test_without_a_limit_of_memory_nothing_is_read(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows and macOS."""
+    monkeypatch.setattr(sandbox, "LIMITS_MEMORY", False)
+    monkeypatch.setattr(sandbox, "call_in_process", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(BackendError):
         inspect_untrusted(dates_bundle)

@@ -49,7 +49,7 @@ def write(path: Path, texts: list[str] = TEXTS) -> Path:
     elif path.suffix == ".jsonl":  # numbers and spaces are written in an unusual way, which the output has to keep
         more = '"big": 1234567890123456789,  "more": {"a":[1 ,null]}'
         lines = [f'{{ "id":{number}.50, {more}, "text": {json.dumps(text)} }}\n' for number, text in enumerate(texts)]
-        path.write_text("".join(lines))
+        path.write_text("".join(lines), encoding="utf-8")
     else:
         pyarrow.parquet.write_table(table(texts), path, row_group_size=5)
     return path
@@ -60,10 +60,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         return list(pyarrow.parquet.read_table(path).to_pylist())
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(2**26)
-        with path.open(newline="") as stream:
+        with path.open(encoding="utf-8", newline="") as stream:
             return list(csv.DictReader(stream, delimiter="," if path.suffix == ".csv" else "\t"))
     return [{"output": line} for line in path.read_bytes().decode().split("\n")[:-1]]
 

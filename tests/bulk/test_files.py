@@ -38,11 +38,11 @@ def expected(model: Model, **options: Any) -> list[tuple[Any, ...]]:
 
 def write(path: Path, values: list[Any]) -> Path:
     if path.suffix == ".txt":
-        path.write_text("".join(f"{value}\n" for value in values))
+        path.write_text("".join(f"{value}\n" for value in values), encoding="utf-8")
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps({"id": 1, "audio": value}) + "\n" for value in values))
+        path.write_text("".join(json.dumps({"id": 1, "audio": value}) + "\n" for value in values), encoding="utf-8")
     elif path.suffix == ".csv":
-        with path.open("w", newline="") as stream:
+        with path.open("w", encoding="utf-8", newline="") as stream:
             csv.writer(stream).writerows([["id", "audio"], *([1, value] for value in values)])
     else:
         pyarrow.parquet.write_table(pyarrow.table({"audio": values}), path)

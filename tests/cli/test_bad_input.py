@@ -267,7 +267,7 @@ def test_an_argument_that_is_not_unicode(dates_bundle: Path) -> None:
 @pytest.mark.parametrize("command", [["--help"], ["inspect", "{bundle}"]])
 def test_an_output_that_is_full(command: list[str], dates_bundle: Path) -> None:
     words = [TFEXPORT, *(word.format(bundle=dates_bundle) for word in command)]
-    with Path("/dev/full").open("w") as full:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
     refuses(done, "standard output cannot be written: No space left on device; redirect it")
 

@@ -43,7 +43,7 @@ def script(command: str) -> subprocess.CompletedProcess[str]:
 
 def arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Read Polygraphy's inputs without it."""
-    (found,) = json.loads(path.read_text())
+    (found,) = json.loads(path.read_text(encoding="utf-8"))
     return {name: np.load(io.BytesIO(base64.b64decode(entry["array"]))) for name, entry in found.items()}
 
 

@@ -149,7 +149,9 @@ def write_sentencepiece(path: Path) -> Path:
 
 def write_yaml(path: Path) -> Path:
     """Write a vocabulary as `marian-vocab` does, with quotes only where YAML needs them."""
-    path.write_text("".join(f"{json.dumps(word) if i < 2 else word}: {i}\n" for i, word in enumerate(WORDS)))
+    path.write_text(
+        "".join(f"{json.dumps(word) if i < 2 else word}: {i}\n" for i, word in enumerate(WORDS)), encoding="utf-8"
+    )
     return path
 
 

@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> Path:
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def siblings(root: Path, cpu: int, content: str) -> None:

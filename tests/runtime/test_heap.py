@@ -17,7 +17,7 @@ BLOCK_BYTES, NUM_BLOCKS = 64 * 1024, 1000
 
 
 def resident_mb() -> float:
-    found = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    found = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     assert found
     return int(found[1]) * 1024 / 1e6
 

@@ -63,7 +63,7 @@ class Running:
         return sum(map(float, found))
 
     def rss_mb(self) -> float:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
         return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 
     def send(self, number: signal.Signals) -> None:
@@ -88,7 +88,10 @@ def running(
     log = work / f"log-{time.monotonic_ns()}"
     command = [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *map(str, arguments), "--port", "0"]
     with log.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # so that Windows sends Ctrl-Break only to it
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8", creationflags=group
+        )
     assert process.stdout
     try:
         lines: list[str] = []

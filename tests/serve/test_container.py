@@ -102,7 +102,7 @@ def test_the_container_starts_answers_and_drains(image: Image, dates_bundle: Pat
             print(f"\nfirst answer {time.monotonic() - start:.2f} s after the start")
             assert answer.json()["text_output"] == "1989-07-14"
 
-            status = Path(f"/proc/{served_by(url)}/status").read_text()
+            status = Path(f"/proc/{served_by(url)}/status").read_text(encoding="utf-8")
             assert re.search(r"^Uid:\s+65534\s", status, re.MULTILINE)
             assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
 

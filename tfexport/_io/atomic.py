@@ -2,8 +2,8 @@
 
 For a target `NAME` there are up to three siblings, which are removed after success:
 
-- `.NAME.lock` is locked (flock) by the process that writes NAME. The kernel releases the lock when the process ends, so
-  the lock's owner knows that the other two siblings belong to killed processes.
+- `.NAME.lock` is locked by the process that writes NAME. The system releases the lock when the process ends, so the
+  lock's owner knows that the other two siblings belong to killed processes.
 - `.NAME.tmp-…` is being written, or being deleted.
 - `.NAME.old-…` is the former NAME, complete, until the new one is in place. If a writer is killed before that, the next
   writer renames it back.
@@ -13,7 +13,6 @@ If a sibling's name would be too long for the file system, it contains the sha25
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tfexport._io.system import NO_FOLLOW, lock, remove_locked, sync
 from tfexport.errors import BundleError
 
 # Linux and macOS limit a name to 255 bytes; a sibling's name is longer than its target's.
@@ -66,38 +66,35 @@ def locked(target: Path, *, waits: bool = False) -> Iterator[None]:
     If it is being written, wait or raise BundleError.
     """
     path = target.with_name(f".{_stem(target)}.lock")
-    lock = None
+    held = None
     try:
         with suppress(FileNotFoundError):
             target.lstat()  # raises for an invalid name before any work is done
         with interrupts_held():
-            lock = _lock(path, target, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = _locked_file(path, target, waits)
         yield
     finally:
-        if lock is not None:
-            # Removed while locked, so that a waiting process notices. If that fails, the next writer takes it over.
+        if held is not None:
+            # If this fails, the next writer takes the file over.
             with interrupts_held(), suppress(OSError):
-                try:
-                    path.unlink()
-                finally:
-                    os.close(lock)
+                remove_locked(path, held)
 
 
-def _lock(path: Path, target: Path, how: int) -> int:
+def _locked_file(path: Path, target: Path, waits: bool) -> int:
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666)
         try:
-            fcntl.flock(lock, how)
+            lock(opened, waits=waits)
             with suppress(FileNotFoundError):  # the previous owner removed the file after we had opened it
-                if os.path.samestat(os.fstat(lock), path.stat()):
-                    return lock
+                if os.path.samestat(os.fstat(opened), path.stat()):
+                    return opened
         except BlockingIOError as error:
-            os.close(lock)
+            os.close(opened)
             raise BundleError(f"{target} is being written by another process; wait until it has ended") from error
         except OSError:
-            os.close(lock)
+            os.close(opened)
             raise
-        os.close(lock)
+        os.close(opened)
 
 
 def recover(target: Path) -> None:
@@ -213,12 +210,3 @@ def _sibling(target: Path, role: str) -> Path:
 def _siblings(target: Path, role: str) -> list[Path]:
     name = re.compile(rf"\.{re.escape(_stem(target))}\.{role}-[0-9a-f]{{16}}")
     return sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name))
-
-
-def sync(path: Path) -> None:
-    """Write a file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ _EXTRAS = {
         "hub": "huggingface_hub",
         "audio": "soundfile",
         "image": "PIL",
-        "bench": "httpx jinja2 matplotlib",
+        "bench": "httpx jinja2 matplotlib psutil",
     }.items()
     for module in modules.split()
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -15,8 +14,11 @@ from typing import Any
 from tfexport import errors
 from tfexport.errors import TfexportError
 
-# Windows lacks this module, so only the time is limited there.
-resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
+if sys.platform != "win32":
+    import resource
+
+# macOS accepts a limit of memory and ignores it; Windows limits only the time.
+LIMITS_MEMORY = sys.platform not in ("darwin", "win32")
 _MAX_FILES = 64
 
 
@@ -36,6 +38,7 @@ def call_in_process(
 
     Arguments and result are JSON values, except `data`, the last argument. With a memory limit, which counts the
     address space, the process cannot write files and can open only a few. A crash or a limit raises ProcessError.
+    Check `LIMITS_MEMORY` first if the limits protect from untrusted input: other systems only limit the wall time.
     """
     request = {"function": function, "arguments": arguments, "memory": memory_bytes, "cpu": cpu_s}
     try:
@@ -85,16 +88,15 @@ def _main() -> None:
 
 
 def _limit(memory_bytes: int | None, cpu_s: int | None) -> None:
-    if resource is None:
-        return
-    limits = [] if cpu_s is None else [(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)]
-    if memory_bytes is not None:
-        limits.append((resource.RLIMIT_AS, memory_bytes, memory_bytes))
-        limits += [(resource.RLIMIT_FSIZE, 0, 0), (resource.RLIMIT_CORE, 0, 0)]
-        limits.append((resource.RLIMIT_NOFILE, _MAX_FILES, _MAX_FILES))
-    for kind, soft, hard in limits:
-        with suppress(ValueError, OSError):  # a lower limit is set, or the system does not support this one
-            resource.setrlimit(kind, (soft, hard))
+    if sys.platform != "win32":
+        limits = [] if cpu_s is None else [(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)]
+        if memory_bytes is not None:
+            limits.append((resource.RLIMIT_AS, memory_bytes, memory_bytes))
+            limits += [(resource.RLIMIT_FSIZE, 0, 0), (resource.RLIMIT_CORE, 0, 0)]
+            limits.append((resource.RLIMIT_NOFILE, _MAX_FILES, _MAX_FILES))
+        for kind, soft, hard in limits:
+            with suppress(ValueError, OSError):  # a lower limit is set, or the system does not support this one
+                resource.setrlimit(kind, (soft, hard))
 
 
 if __name__ == "__main__":

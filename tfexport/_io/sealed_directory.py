@@ -117,7 +117,7 @@ def walk(folder: Path, *, without: str | None = None) -> Iterator[tuple[str, os.
         parent = waiting.pop()
         for entry in os.scandir(folder / parent):
             name = f"{parent}{entry.name}"
-            status = entry.stat(follow_symlinks=False)
+            status = os.lstat(entry.path)  # on Windows, `entry.stat` has no number of links
             if not stat.S_ISDIR(status.st_mode):
                 yield name, status
             elif name != without:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tfexport._io.extras import install_command
 from tfexport._io.names import checked_path
+from tfexport._io.system import open_plain
 from tfexport.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
@@ -77,10 +78,7 @@ class TrustedKeys:
         signed = file.with_name(file.name + SIGNATURE_SUFFIX)
         if not os.path.lexists(signed):
             return f"{file.name} is not signed, but trusted keys were given; sign it with --sign-key"
-        # Do not follow links or wait for pipes.
-        with open(
-            signed, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-        ) as stream:
+        with open_plain(signed) as stream:
             signature = stream.read(SIGNATURE_BYTES + 1)
         if len(signature) != SIGNATURE_BYTES:
             return f"{signed.name} is not a signature, expected {SIGNATURE_BYTES} bytes; sign it again"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import resource
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -39,12 +39,19 @@ def environment(threads: int) -> dict[str, Any]:
 
 def peak_memory_bytes() -> int:
     """Return the peak resident memory of this process."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # On Linux getrusage returns the peak of the parent process if that was higher.
-        line = next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+    if sys.platform == "linux":
+        # getrusage would return the peak of the parent process if that was higher.
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        line = next(line for line in lines if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    elif sys.platform == "win32":  # noqa: RET505 - mypy skips the branches of other systems
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    else:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def _cpu() -> str:

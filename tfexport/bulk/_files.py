@@ -22,9 +22,9 @@ import pyarrow
 import pyarrow.csv
 from pyarrow import fs, parquet
 
-from tfexport._io.atomic import sync
 from tfexport._io.names import checked_path
 from tfexport._io.strict_json import parse_json, plain_problem
+from tfexport._io.system import sync
 from tfexport.bulk.config import Format, answer_line
 from tfexport.errors import MAX_PROBLEMS, InputError, first_line, raise_all, shortened
 
@@ -111,7 +111,7 @@ def find_place(location: str | PathLike[str]) -> Place:
             return Place(system, path)
         location = path
     path = checked_path(location, "path")
-    return Place(fs.LocalFileSystem(), os.path.realpath(path), str(path))
+    return Place(fs.LocalFileSystem(), Path(os.path.realpath(path)).as_posix(), str(path))
 
 
 @contextmanager

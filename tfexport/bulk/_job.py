@@ -101,12 +101,13 @@ class Store:
             raise InputError(f"{problem}; write .jsonl")
         types = [pyarrow.string(), pyarrow.float64(), pyarrow.string()]
         types = [*(map(pyarrow.list_, types) if are_lists else types), pyarrow.string()]
+        self._files = ExitStack()  # closed before the folder is deleted, as Windows requires
         names = [config.output_column + suffix for suffix in SUFFIXES]
         self.schema = pyarrow.schema(list(zip(names, types, strict=True)))
 
     @cached_property
     def _texts(self) -> parquet.ParquetFile:
-        return self._open(_TEXTS)
+        return self._open(_TEXTS, self._files)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -130,7 +131,7 @@ class Store:
     def finish(self) -> int:
         """Join the parts into the output, delete the folder, and count rows with errors."""
         num_errors = 0
-        rows = None if self.suffix == ".txt" else self._open(_ROWS)
+        rows = None if self.suffix == ".txt" else self._open(_ROWS, self._files)
         schema = rows.schema_arrow if rows else pyarrow.schema([])
         for field in self.schema:
             schema = schema.append(field)
@@ -138,8 +139,8 @@ class Store:
         def parts() -> Iterator[tuple[pyarrow.Table, pyarrow.Table]]:
             nonlocal num_errors
             for part in self.parts:
-                with self._open(part.name) as file:
-                    answers = self._read(part.name, file, part, 0)
+                with ExitStack() as opened:
+                    answers = self._read(part.name, self._open(part.name, opened), part, 0)
                 num_errors += part.count - answers.column(3).null_count
                 yield self._read(_ROWS, rows, part, part.number) if rows else answers, answers
 
@@ -149,6 +150,7 @@ class Store:
         return num_errors
 
     def remove(self) -> None:
+        self._files.close()
         with accessing(self.folder.name, "written"):
             # The job first: if this is interrupted, the next run must not resume an incomplete folder.
             if _JOB in self.folder.names():
@@ -163,9 +165,10 @@ class Store:
         with accessing(subject, "written", remedy), self.folder.writing(target) as stream:
             yield stream
 
-    def _open(self, name: str) -> parquet.ParquetFile:
+    def _open(self, name: str, opened: ExitStack) -> parquet.ParquetFile:
         with self._reading(name):
-            return parquet.ParquetFile((self.folder / name).open(), page_checksum_verification=True)
+            file = opened.enter_context((self.folder / name).open())
+            return parquet.ParquetFile(file, page_checksum_verification=True)
 
     def _read(self, name: str, file: parquet.ParquetFile, part: Part, group: int) -> pyarrow.Table:
         with self._reading(name):

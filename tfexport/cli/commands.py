@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -120,7 +121,8 @@ class Terminated(SystemExit):
 def check_streams() -> None:
     """Replace closed standard streams by /dev/null; raises if it is standard output.
 
-    Otherwise a file would get the number of a closed stream, and libraries would write their messages into it.
+    Otherwise a file would get the number of a closed stream, and libraries would write their messages into it. Texts
+    are written in UTF-8, as they are read; otherwise Windows writes files in the code page of the machine.
     """
     for number in (0, 1, 2):
         try:
@@ -131,6 +133,9 @@ def check_streams() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - for as long as the process runs
     if sys.stdout is None:
         raise click.ClickException("standard output is closed; redirect it, for example to /dev/null")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=stream.errors)
 
 
 @contextmanager

@@ -31,7 +31,8 @@ from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named
 def serve(bundles: tuple[str, ...], loading: dict[str, Any], log_level: str, access_log: bool, **options: Any) -> None:
     """Serve BUNDLEs over HTTP until SIGTERM or Ctrl-C.
 
-    A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path.
+    A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path, except
+    on Windows.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
     if log_level != "debug":  # they log each start, stop and malformed request

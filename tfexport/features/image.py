@@ -99,9 +99,8 @@ def _converted(image: Image, channels: int) -> Image:
 
 def _pillow(name: str) -> Any:
     try:
-        import PIL
         import PIL.Image
-        import PIL.ImageOps
+        import PIL.ImageOps  # noqa: F401
     except ImportError as error:
         problem = f"reading images needs Pillow, which is not installed; {install_command('PIL')}"
         raise BackendError(problem, subject=name) from error

@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, NamedTuple, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -192,12 +194,9 @@ def _read_file(
 @contextmanager
 def snapshot(path: Path) -> Iterator[tuple[Path, FileEntry]]:
     """Copy a file into private memory; yield the path, for this block, and checksum."""
-    with (
-        path.open("rb", buffering=0) as file,
-        os.fdopen(os.memfd_create("checkpoint"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as copy,
-    ):
+    with path.open("rb", buffering=0) as file, _private_file() as (copy, place):
         before = os.fstat(file.fileno())
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = psutil.virtual_memory().total
         if before.st_size > memory:
             raise CheckpointError(f"{path}: has {before.st_size} bytes, more than this machine's memory of {memory}")
         digest = hashlib.sha256()
@@ -208,9 +207,22 @@ def snapshot(path: Path) -> Iterator[tuple[Path, FileEntry]]:
         size, after = copy.tell(), os.fstat(file.fileno())
         if (before.st_size, before.st_mtime_ns) != (size, after.st_mtime_ns):
             raise CheckpointError(f"{path}: was changed while it was read; try again when it is complete")
-        descriptors = Path("/proc/self/fd")
-        folder = descriptors if descriptors.exists() else Path("/dev/fd")
-        yield folder / str(copy.fileno()), FileEntry(bytes=size, sha256=digest.hexdigest())
+        yield place, FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+@contextmanager
+def _private_file() -> Iterator[tuple[BinaryIO, Path]]:
+    if sys.platform == "linux":
+        with os.fdopen(os.memfd_create("checkpoint"), "w+b") as copy:
+            yield copy, Path(f"/proc/self/fd/{copy.fileno()}")
+    else:
+        with TemporaryDirectory() as folder, Path(folder, "checkpoint").open("w+b") as copy:
+            yield copy, Path(folder, "checkpoint")
+
+
+def unmapped(tensor: Tensor) -> Tensor:
+    """Copy a tensor from a file if the system deletes no mapped files, as Windows."""
+    return tensor.clone() if sys.platform == "win32" else tensor
 
 
 def _read_content(copy: Path, path: Path) -> Any:
@@ -222,7 +234,7 @@ def _read_content(copy: Path, path: Path) -> Any:
         return read_torch(copy, path)
     try:
         with safe_open(copy, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+            return {name: unmapped(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118, not a mapping
     except Exception as error:  # also PyTorch errors about unsupported dtypes
         kind = "" if isinstance(error, SafetensorError) else f"{type(error).__name__}: "
         problem = f"is damaged, cut short, or not safetensors or a file of torch.save ({kind}{error})"

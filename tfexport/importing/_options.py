@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -72,7 +71,7 @@ def named_layout(name: str) -> Layout:
     """Return a built-in layout, or read a layout file."""
     if layout := builtin_layouts().get(name):
         return layout
-    if os.sep not in name and not name.endswith((".yaml", ".yml")) and not Path(name).exists():
+    if Path(name).name == name and not name.endswith((".yaml", ".yml")) and not Path(name).exists():
         raise ConfigError(f"layout {name!r} is not a file or one of {', '.join(builtin_layouts())}")
     return read_layout(Path(name))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import re
+import sys
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
@@ -65,17 +66,19 @@ def is_torch_file(head: bytes) -> bool:
 def read_torch(file: Path, path: Path) -> Any:
     """Read a `torch.save` file in the zip or the older format.
 
-    `file` is a private copy; tensors of a zip file stay mapped to it. `path` is the name for error messages.
+    `file` is a private copy; tensors of a zip file stay mapped to it, except on Windows. `path` is the name for error
+    messages.
     """
     with file.open("rb") as opened:
         is_zip = opened.read(len(_ZIP)) == _ZIP
     if is_zip:
         _check_archive(file, path)
+    is_mapped = is_zip and sys.platform != "win32"  # which deletes no mapped files
     inert: list[Any] = [(_Inert, name) for name in _OTHERS] + [(_InertMapping, name) for name in _MAPPINGS]
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(inert):
             warnings.simplefilter("ignore")  # about pickles that `torch.load` then refuses
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:  # PyTorch raises all kinds of errors for damaged files
         reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({shortened(first_line(error))})"
         problem = f"is damaged, cut short or not a file of torch.save{reason}; copy it again"

@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Inner
 
-from tfexport._io import process
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport._io.process import LIMITS_MEMORY
 from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError, ConfigError, ParityError
 from tfexport.importing.bare_vocabulary import BareVocabulary, split_problem, with_rules
@@ -105,7 +105,7 @@ def import_text(
     warnings = [check_coverage(files[TOKENIZER], tokenizers.source, spec, "source" if len(files) > 1 else None)]
     if len(files) > 1:
         warnings.append(check_coverage(files[TARGET_TOKENIZER], tokenizers.target or tokenizers.source, spec, "target"))
-    if process.resource is None:
+    if not LIMITS_MEMORY:
         warnings.append("the tokenizer was tried without a memory limit, which this system does not support")
     generation, languages = _choose_languages(files, tokenizers)
     tokenizer = load(files)

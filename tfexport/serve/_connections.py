@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tfexport._io.process import resource
 from tfexport.errors import ConfigError
+
+if sys.platform != "win32":
+    import resource
 
 BACKLOG = 2048  # connections that wait to be accepted, and that asyncio may accept at once
 _OWN_FILES = 40  # of the process itself: libraries, logs, bundles while they are loaded
@@ -20,20 +24,22 @@ def reserve_files(max_connections: int) -> int:
 
     Raises ConfigError if the system allows fewer.
     """
-    if resource is None:  # as on Windows
-        return BACKLOG
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + BACKLOG + _OWN_FILES
-    if soft < wanted and soft != resource.RLIM_INFINITY:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY:
-        return BACKLOG
-    left: int = soft - _OWN_FILES - max_connections
-    if left < 1:
-        problem = f"the process may open {soft} files, expected {max_connections + _OWN_FILES + 1} or more"
-        raise ConfigError(f"--max-connections {max_connections}: {problem}; lower it, or raise the limit (ulimit -n)")
-    return min(BACKLOG, left)
+    if sys.platform == "win32":
+        return BACKLOG  # sockets are no files there
+    else:  # noqa: RET505 - mypy skips the branches of other systems
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = max_connections + BACKLOG + _OWN_FILES
+        if soft < wanted and soft != resource.RLIM_INFINITY:
+            raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            with suppress(ValueError, OSError):  # macOS allows fewer than it states
+                resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+                soft = raised
+        left = BACKLOG if soft == resource.RLIM_INFINITY else soft - _OWN_FILES - max_connections
+        if left < 1:
+            problem = f"the process may open {soft} files, expected {max_connections + _OWN_FILES + 1} or more"
+            remedy = "lower it, or raise the limit (ulimit -n)"
+            raise ConfigError(f"--max-connections {max_connections}: {problem}; {remedy}")
+        return min(BACKLOG, left)
 
 
 def limited(max_connections: int) -> type[asyncio.Protocol]:

@@ -42,6 +42,7 @@ class Server:
 
     The server listens before it loads the bundles. SIGTERM and SIGINT drain it; a second signal, or one while a bundle
     is loaded, ends the process immediately. SIGHUP reloads every bundle from its path, the tokens and the certificate.
+    On Windows, Ctrl-C and Ctrl-Break drain the server, SIGTERM ends the process immediately, and nothing reloads.
     """
 
     def __init__(
@@ -174,7 +175,12 @@ class Server:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         # Unlike the event loop's handlers, these also run while the loop is busy.
-        handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_reload}
+        handlers: dict[int, Callable[[int, FrameType | None], None]]
+        handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop}
+        if sys.platform == "win32":
+            handlers[signal.SIGBREAK] = self._on_stop
+        else:
+            handlers[signal.SIGHUP] = self._on_reload
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield

@@ -12,14 +12,15 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeAlias
 
 from tfexport._io import atomic
 from tfexport._io.names import KERNELS, KERNELS_INDEX, KERNELS_SUFFIX
 from tfexport._io.sealed_directory import MAX_MANIFEST_BYTES, FileEntry, foreign_problems, plain_problem
 from tfexport._io.strict_json import seal, unseal
+from tfexport._io.system import opened_folder
 from tfexport.config import Config
 from tfexport.errors import BundleError, raise_all
 from tfexport.tensorrt.cuda import Gpu
@@ -29,6 +30,7 @@ _FORMAT_VERSION = 1
 MAX_BYTES = 1024 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
+_Open: TypeAlias = Callable[[str], BinaryIO]
 
 
 class _Entry(FileEntry, subject="kernels"):
@@ -58,12 +60,9 @@ class KernelStore:
         """Return the kernels of a plan, or None if the store has none that match."""
         try:
             # Another process may replace the folder; an open descriptor reads all files from one version.
-            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                entry = self._entries(folder).get(plan)
-                return None if entry is None else _read_entry(folder, plan + KERNELS_SUFFIX, entry)
-            finally:
-                os.close(folder)
+            with opened_folder(self._folder) as open_file:
+                entry = self._entries(open_file).get(plan)
+                return None if entry is None else _read_entry(open_file, plan + KERNELS_SUFFIX, entry)
         except FileNotFoundError:
             return None
         except (OSError, BundleError) as error:
@@ -101,8 +100,8 @@ class KernelStore:
         own = {KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self._plans)}
         raise_all(BundleError, f"{self._folder} holds more than kernels", foreign_problems(folder, own))
 
-    def _entries(self, folder: int) -> dict[str, _Entry]:
-        raw = _read_plain(folder, KERNELS_INDEX, MAX_MANIFEST_BYTES)
+    def _entries(self, open_file: _Open) -> dict[str, _Entry]:
+        raw = _read_plain(open_file, KERNELS_INDEX, MAX_MANIFEST_BYTES)
         index = unseal(
             raw, _Index.from_dict, name=KERNELS_INDEX, format_version=_FORMAT_VERSION, remedy="remove the folder"
         )
@@ -111,21 +110,17 @@ class KernelStore:
         return {plan: entry for plan, entry in index.plans.items() if self._plans.get(plan) == entry.plan_sha256}
 
 
-def _read_entry(folder: int, name: str, entry: _Entry) -> bytes:
+def _read_entry(open_file: _Open, name: str, entry: _Entry) -> bytes:
     if entry.bytes > MAX_BYTES:
         raise BundleError(f"{name} has {entry.bytes} bytes, the limit is {MAX_BYTES}")
-    raw = _read_plain(folder, name, entry.bytes)
+    raw = _read_plain(open_file, name, entry.bytes)
     if len(raw) != entry.bytes or hashlib.sha256(raw).hexdigest() != entry.sha256:
         raise BundleError(f"{name} was changed (its sha256 differs)")
     return raw
 
 
-def _read_plain(folder: int, name: str, limit: int) -> bytes:
-    def opener(path: str, flags: int) -> int:
-        # O_NONBLOCK, because a pipe would block forever.
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-
-    with open(name, "rb", opener=opener) as file:
+def _read_plain(open_file: _Open, name: str, limit: int) -> bytes:
+    with open_file(name) as file:
         status = os.fstat(file.fileno())
         if status.st_nlink == 0:  # another process has replaced the folder since it was opened
             raise FileNotFoundError(name)

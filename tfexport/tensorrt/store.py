@@ -27,6 +27,7 @@ from tfexport._io import atomic
 from tfexport._io.names import ENGINE_MANIFEST, ENGINE_SIGNATURE, KERNELS
 from tfexport._io.sealed_directory import changed_problems, file_problems, foreign_problems, read_manifest, written
 from tfexport._io.signature import SigningKey, TrustedKeys
+from tfexport._io.system import open_plain
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.contents import EngineFiles, recover_kernels
 from tfexport.bundle.manifest import ENGINES
@@ -53,7 +54,7 @@ class StoredEngine:
         plan = self.manifest.plans[name]
         file = self.path / plan.file
         try:
-            with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as stream:
+            with open_plain(file) as stream:
                 raw = stream.read(plan.bytes + 1)
         except OSError as error:
             raise _unreadable(self.path, error) from error

@@ -120,4 +120,4 @@ def test_scores_do_not_stay(is_cut: bool, model: Transformer, once: Once, monkey
 
 
 def resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize() / 1e6

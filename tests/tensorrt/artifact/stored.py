@@ -102,11 +102,11 @@ def store(
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change engine.json and make its own sum right again, as an attacker would."""
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     del data["self_sha256"]
     change(data)
     data["self_sha256"] = hashlib.sha256((json.dumps(data, indent=2, sort_keys=True) + "\n").encode()).hexdigest()
-    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def flip(path: Path) -> None:

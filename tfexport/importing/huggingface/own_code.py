@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -99,7 +99,7 @@ def _check_sizes(transformers: Any, kind: Any, path: Path, tensors: Mapping[str,
     ]
     raise_all(ParityError, str(path), problems[:8], remedy="correct config.json, or import it with --no-compare")
     needed = _BYTES * sum(parameter.numel() for parameter in empty.parameters())
-    if needed > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+    if needed > (memory := psutil.virtual_memory().total):
         raise BackendError(f"that needs {needed} bytes of memory, this machine has {memory}")
 
 

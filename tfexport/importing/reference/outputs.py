@@ -27,7 +27,7 @@ from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.contract import Head
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
-from tfexport.importing._files import snapshot, tensor_problems
+from tfexport.importing._files import snapshot, tensor_problems, unmapped
 from tfexport.importing.reference.lengths import (
     LENGTHS,
     LONG,
@@ -114,7 +114,7 @@ def read_reference(path: Path | str) -> ReferenceOutputs:
             metadata = dict(file.metadata() or {})
             names = list(file.keys())
             _check_names(path, names, {name: file.get_slice(name) for name in names if not name.startswith(STATE)})
-            stored = {name: file.get_tensor(name) for name in names}
+            stored = {name: unmapped(file.get_tensor(name)) for name in names}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except CheckpointError:
