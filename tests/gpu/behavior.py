@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,15 +132,15 @@ def ranks(work: Path, vocab: int, variant: Variant, device: Device, numbers: Num
     from tfexport.runtime.registry import Graphs
 
     model, row = planted(vocab, levels=5)
-    spec, folder = model_spec(model.config, "fp32"), work / f"ties-{vocab}-{variant}"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_graphs(model, spec, folder, variants=(variant,), opset=18, report=print)
-    graphs = {path.stem: path for path in folder.glob("*.onnx")}
-    batch = OrtSession(Graphs(graphs, spec), variant, device=device).batch()
-    batch.add(tiny.sources(*sources(tiny.config())), [[1]] * 4)
-    numbers["last ties as on the CPU"] = ", ".join(
-        str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)
-    )
+    spec = model_spec(model.config, "fp32")
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        write_graphs(model, spec, Path(folder), variants=(variant,), opset=18, report=print)
+        graphs = {path.stem: path for path in Path(folder).glob("*.onnx")}
+        batch = OrtSession(Graphs(graphs, spec), variant, device=device).batch()
+        batch.add(tiny.sources(*sources(tiny.config())), [[1]] * 4)
+        numbers["last ties as on the CPU"] = ", ".join(
+            str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)
+        )
 
 
 def is_ranked(found: Any, row: np.ndarray, count: int) -> bool:

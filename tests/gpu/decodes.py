@@ -19,6 +19,7 @@ from tfexport.precision import FLOAT, ITEM_BYTES
 from tfexport.runtime.registry import LoadOptions, open_session
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
+MEASURED_S = 1.0
 Setting = tuple[int, int]
 SETTINGS: tuple[Setting, ...] = tuple((batch, beams) for batch in (1, 8, 32) for beams in (1, 4))
 # Launches hardly depend on the batch, and reading them takes long.
@@ -47,7 +48,7 @@ def measure(session: Any, weight_bytes: float, setting: Setting) -> Numbers:
     `step_bytes` are the weights and caches that a step must read.
     """
     steps, run, times = num_steps(session, *setting, NEW_TOKENS), _call(session, *setting, NEW_TOKENS), list[float]()
-    while len(times) < 8 or (sum(times[3:]) < 1 and len(times) < 53):
+    while len(times) < 8 or (sum(times[3:]) < MEASURED_S and len(times) < 53):
         times.append(clock(run)[0])
     read = weight_bytes + cache_bytes(session.spec, *setting, steps)
     return {"step_ms": round(1000 * statistics.median(times[3:]) / steps, 4), "steps": steps, "step_bytes": round(read)}

@@ -42,7 +42,7 @@ class Part:
 
 
 def _on_both(where: str, what: str, limit_s: int, *arguments: str) -> list[Part]:
-    name = "-".join([where.partition(".")[2], *arguments])
+    name = "-".join([where.partition(".")[2].replace("_", "-"), *arguments])
     titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     return [
         Part(f"{target}-{name}", where, f"{titles[target]}: {what}", limit_s, ("gpu", target), (target, *arguments))

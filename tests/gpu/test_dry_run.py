@@ -1,0 +1,208 @@
+"""Run the whole acceptance on doubles, and kill it once in each part.
+
+The program below imports everything once and forks for each part.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.conftest import ROOT
+from tests.gpu import acceptance, behavior, decodes, latency, parity, primitives, test_engine_double
+from tests.gpu.job import Job, read_lines
+from tests.gpu.parts import FOUND, PARTS, WORK
+from tests.gpu.torch_engine import TorchEngine
+from tests.tensorrt.artifact.stored import L4
+from tests.tensorrt.cuda_double import CudaDouble
+from tests.tensorrt.session.trt_double import LIBRARY, make_engines, trt_session
+from tfexport.bundle.bundle import open_bundle
+from tfexport.doctor import Diagnosis
+from tfexport.errors import EngineError
+from tfexport.nn.config import model_spec
+from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.registry import Graphs
+from tfexport.tensorrt import cuda, pipeline, store
+from tfexport.tensorrt.config import EngineConfig, engine_key
+
+SETTINGS = ((1, 1), (3, 2))
+
+
+class KilledError(BaseException):
+    """The whole acceptance was killed."""
+
+
+# ---- the test
+
+
+@pytest.mark.slow
+def test_a_kill_in_any_part_loses_no_number(dates_bundle: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.test_dry_run", str(dates_bundle), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {part["part"]: (part["status"], part["is_complete"]) for part in report["parts"]} == {
+        part.name: ("passed", True) for part in PARTS
+    }, done.stdout
+    for part in report["parts"]:
+        lines = read_lines(tmp_path / "parts" / f"{part['part']}.jsonl")
+        ended = [line for line in lines if line["status"] != "unfinished"]
+        assert ended == part["checks"], "every check has ended once, and its numbers are in the report"
+        began = [line["name"] for line in lines if line["status"] == "unfinished"]
+        killed = ended[min(1, len(ended) - 1)]["name"]
+        assert sorted(began) == sorted([killed, *(check["name"] for check in ended)]), "nothing else has begun twice"
+    numbers = [check["numbers"] for part in report["parts"] for check in part["checks"]]
+    measured = {(each["backend"], each["setting"]) for each in numbers if "step_ms" in each}
+    assert len(measured) == len([each for each in numbers if "step_ms" in each]) == 2 * 22
+    text = (tmp_path / "report.md").read_text()
+    assert all(f"\n| {backend} | " in text for backend, _ in measured)
+
+
+# ---- the program
+
+
+def main(dates: Path, output: Path) -> None:
+    (output / "work").mkdir()
+    with ExitStack() as stack:
+        for target, name, double in doubles(dates):
+            stack.enter_context(mock.patch.object(target, name, double))
+        for _ in range(len(PARTS) + 1):
+            try:
+                acceptance.main(["--output", str(output), "--work", str(output / "work")])
+            except KilledError:
+                continue
+
+
+def fork(command: Sequence[str], settings: Mapping[str, str], log: IO[bytes], limit_s: float) -> int | None:
+    """Run a part in a fork; the first one is killed in its second check, and the acceptance with it."""
+    marker = Path(settings[FOUND]).with_suffix(".killed")
+    is_first = not marker.exists()
+    marker.touch()
+    child = os.fork()
+    if not child:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        job = DyingJob(Path(settings[WORK]), Path(settings[FOUND]), dies=is_first)
+        (part,) = (part for part in PARTS if command[-1].endswith(f"[{part.name}]"))
+        part.run(job)
+        if is_first:  # it has only one check
+            job.dies_in = 1
+            Path(settings[FOUND]).unlink()
+            part.run(job)
+        os._exit(int(bool(job.failed)))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if is_first:
+        assert code == -signal.SIGKILL, code
+        raise KilledError
+    return code
+
+
+class DyingJob(Job):
+    def __init__(self, work: Path, found: Path, *, dies: bool) -> None:
+        super().__init__(work, found)
+        self.dies_in = 2 if dies else 0
+
+    def check(self, name: str, call: Any, *arguments: Any, **options: Any) -> bool:
+        def dying(numbers: dict[str, Any]) -> None:
+            call(numbers)
+            self.dies_in -= 1
+            if self.dies_in == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return super().check(name, dying, *arguments, **options)
+
+
+def doubles(dates: Path) -> list[tuple[Any, str, Any]]:
+    """Return objects, names of attributes, and what replaces them."""
+    shared = CudaDouble()
+
+    def bundle(self: Job, source: str, precision: str = "fp32", purpose: str = "") -> Path:
+        path = self.work / "bundles" / "-".join(filter(None, (source, precision, purpose)))
+        return path if path.exists() else self.copy(path.name, dates, engines=False)
+
+    def build(path: Path, config: EngineConfig, **options: Any) -> Any:
+        folder = path / "engines" / engine_key(resolve(path, config).config)
+        folder.mkdir(parents=True)
+        for name in ("encoder", "decoder"):
+            (folder / f"{name}.plan").write_bytes(bytes(2000))
+        return SimpleNamespace(path=folder)
+
+    def resolve(path: Path, config: EngineConfig) -> Any:
+        return SimpleNamespace(config=replace(config, variant=config.variant or "static", precision="fp32"))
+
+    def load_engine(bundle: Any, name: str = "") -> Any:
+        if bundle.path.name in ("refusals", "foreign"):
+            raise EngineError("it is damaged")
+        graphs, config = Graphs.of(bundle), EngineConfig(max_batch=32)
+        engines, limits = make_engines(graphs.paths, graphs.spec, "static", config, shared, [], TorchEngine)
+        return SimpleNamespace(plans=engines, manifest=SimpleNamespace(limits=limits), library=LIBRARY)
+
+    def open_engine(path: Path, name: str) -> Any:
+        graphs = Graphs.of(open_bundle(path))
+        return trt_session(graphs.paths, graphs.spec, "static", kind=TorchEngine)
+
+    def eager(precision: str, device: str) -> tuple[Any, float]:
+        model = tiny.model(tiny.config(), dtype=torch.float32)
+        return EagerSession(model, model_spec(model.config, "fp32")), 1e6
+
+    def on_cpu(module: Any, *names: str) -> list[tuple[Any, str, Any]]:
+        return [(module, name, functools.partial(getattr(module, name), device="cpu")) for name in names]
+
+    diagnosis = Diagnosis("0", "3.11", "Linux x86_64", (), "", (), (), (), ())
+    report = SimpleNamespace(numbers=(), decodes=(), passed=True)
+    return [
+        (acceptance, "run_process", fork),
+        (acceptance, "skipped", lambda part: ""),
+        (acceptance, "diagnose", lambda: diagnosis),
+        (Job, "bundle", bundle),
+        (pipeline, "build_engines", build),
+        (pipeline, "resolve_build", resolve),
+        (store, "load_engine", load_engine),
+        (cuda, "Cuda", lambda: shared),
+        (cuda, "need_gpu", lambda: L4),
+        (decodes, "open_engine", open_engine),
+        (decodes, "SETTINGS", SETTINGS),
+        (decodes, "LAUNCHES", SETTINGS[:1]),
+        (decodes, "NEW_TOKENS", 3),
+        (decodes, "MEASURED_S", 0),
+        (latency, "MEASURED", "dates"),
+        (latency, "given_to_gpu", lambda call: (call(), 7)[1]),
+        (latency, "eager_session", eager),
+        (latency, "double_latency", functools.partial(latency.double_latency, cuda=CudaDouble, engine=TorchEngine)),
+        *on_cpu(latency, "ort_latency", "eager_latency", "compile_latency"),
+        *on_cpu(parity, "ort_cuda", "ort_presets"),
+        *on_cpu(behavior, "ties"),
+        (primitives, "primitives", functools.partial(primitives.primitives, device="cpu", large_bytes=1 << 20)),
+        (torch, "compile", lambda call, **options: call),
+        (parity, "verify_bundle", lambda *arguments, **options: report),
+        (parity, "read_dates", lambda bundle, numbers, **options: numbers.update(texts="2026-11-27")),
+        (parity, "library_takes", lambda plan: "validity VALID"),
+        (parity, "PRESETS", ("tiny", parity.ENCODER_ALONE)),
+        (behavior, "together", lambda opened: None),
+        (behavior, "VOCABULARIES", behavior.VOCABULARIES[:1]),
+        (primitives, "median_us", lambda queue: (queue(), 1.0)[1]),
+        (primitives, "replay_us", lambda queue: (queue(), 1.0)[1]),
+        (test_engine_double, "GPU", test_engine_double.HOST),
+        (test_engine_double, "CHECKS", {"replays": test_engine_double.replays, "memory": test_engine_double.memory}),
+        (test_engine_double, "contract_session", lambda place, variant, once: (None, None)),
+        (test_engine_double, "check_contract", lambda session, model: None),
+    ]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
