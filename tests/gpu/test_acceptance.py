@@ -129,6 +129,18 @@ def test_a_part_that_fails_crashes_or_hangs_is_a_result(
     assert ("the end" in outcome.tail) == ("the end" in program)
 
 
+def test_warnings_of_a_machine_fail_no_part_and_profiles_end(tmp_path: Path) -> None:
+    (tmp_path / "test_warns.py").write_text(
+        "import os, warnings, pytest\n"
+        "warnings.warn('of a newer library', DeprecationWarning)\n"
+        "@pytest.mark.gpu\n"
+        "def test_warns(): assert os.environ['TEARDOWN_CUPTI'] == '0'\n"
+    )
+    command = [*acceptance.WORKER, "-c", str(ROOT / "pyproject.toml"), str(tmp_path / "test_warns.py")]
+    with (tmp_path / "log").open("wb") as log:
+        assert acceptance.run_process(command, {}, log, 60) == 0, (tmp_path / "log").read_text()
+
+
 def test_the_next_run_goes_on_after_the_checks_that_ended(tmp_path: Path) -> None:
     first = run_worker(tmp_path, "check('a'); check('b', crash); check('c')")
     with (tmp_path / "parts" / "part.jsonl").open("a") as file:

@@ -266,6 +266,14 @@ def test_shapes_that_do_not_fit_are_named(settings: dict[str, object], message: 
     assert message in refusal(**settings)
 
 
+def test_tensors_of_too_many_elements_are_refused() -> None:
+    """A row of the reorder has 4 · 10 · 64 elements, which are more than those of any cache in the decoder."""
+    (reorder,) = profiles(max_batch=2**31 // 2560).engines["reorder"]
+    assert reorder["cache"].max == (838860, 2560)
+    message = refusal(max_batch=838_861)
+    assert "reorder reads up to 838861x2560 = 2,147,484,160 elements, the limit is 2,147,483,647" in message
+
+
 @pytest.mark.parametrize("text", ["source_ids", "source_ids:", ":4x8", "source_ids:4x", "source_ids:4X8", "a:-1x2"])
 def test_a_shape_in_another_syntax_is_named(text: str) -> None:
     assert f"opt_shapes has {text!r}, expected name:1x2x3" in refusal(opt_shapes=text)

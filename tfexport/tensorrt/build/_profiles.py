@@ -6,6 +6,7 @@ inputs of all engines, so that they are consistent.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from tfexport.tensorrt.config import (
 
 # Candidates of a step by default, and the limit of TensorRT's TopK.
 MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
+# TensorRT counts the elements of a tensor in 32 bits.
+MAX_ELEMENTS = 2**31 - 1
 
 # Tokens of a prompt that a decoder reads at once by default; a session splits longer prompts. The activations of a
 # prefill grow linearly with it, in fp32 quadratically.
@@ -89,7 +92,9 @@ def make_profiles(spec: ModelSpec, variant: Variant, config: EngineConfig) -> Pr
         limits = replace(limits, max_candidates=largest["num_candidates"])
         if concatenates(spec, variant):
             limits = replace(limits, max_target_length=largest["past_len"] + 1)
-    return Profiles(limits, {plan: _profiles(graphs[plan], ranges, decoders.get(plan)) for plan in plans})
+    engines = {plan: _profiles(graphs[plan], ranges, decoders.get(plan)) for plan in plans}
+    raise_all(ConfigError, "engine", list(_size_problems(engines)))
+    return Profiles(limits, engines)
 
 
 def _limit_problems(spec: ModelSpec, variant: Variant, config: EngineConfig) -> list[str]:
@@ -262,6 +267,15 @@ def _range_problems(spec: ModelSpec, ranges: Mapping[str, Range], overridden: se
     if rows.max != batch.max:
         problems.append(f"max has batch {batch.max} and rows {rows.max}, expected them equal")
     return problems
+
+
+def _size_problems(engines: Mapping[str, tuple[Profile, ...]]) -> Iterator[str]:
+    for plan, profiles in engines.items():
+        largest = max((shape.max for profile in profiles for shape in profile.values()), key=math.prod)
+        if (number := math.prod(largest)) > MAX_ELEMENTS:
+            spelled = "x".join(map(str, largest))
+            remedy = "lower max_batch or the maximum lengths"
+            yield f"{plan} reads up to {spelled} = {number:,} elements, the limit is {MAX_ELEMENTS:,}; {remedy}"
 
 
 def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
