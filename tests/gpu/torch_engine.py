@@ -21,7 +21,7 @@ from tests.gpu.torch_graph import TorchGraph
 from tests.tensorrt.cuda_double import MisuseError
 from tests.tensorrt.session.trt_double import ExecutionContextAllocationStrategy, FakeContext, FakeEngine, Shape
 from tfexport.contract import TensorSpec
-from tfexport.tensorrt.cuda import Cuda, Graph
+from tfexport.tensorrt.cuda import Cuda, CudaGraph
 
 # Names of counts by function of CUDA.
 COUNTED = {
@@ -152,7 +152,7 @@ class WatchedCuda(Cuda):
         work()
 
     @contextmanager
-    def capture(self, stream: int) -> Iterator[Graph]:
+    def capture(self, stream: int) -> Iterator[CudaGraph]:
         with torch_stream(stream):
             pass  # so that this thread has its handle before
         self._capturing.is_on = True

@@ -45,7 +45,7 @@ class _Index(Config, subject=KERNELS_INDEX):
     plans: Mapping[str, _Entry]
 
 
-class KernelStore:
+class RuntimeCacheStore:
     """Kernels of one engine for a library, GPU and driver; processes may share them."""
 
     def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:

@@ -106,7 +106,7 @@ def _list_gpus(driver: Any) -> list[Gpu]:
 
 
 @dataclass
-class Graph:
+class CudaGraph:
     """A CUDA graph; its handle is 0 during the capture."""
 
     handle: int = 0
@@ -196,12 +196,12 @@ class Cuda:
         self._call("cudaEventDestroy", event)
 
     @contextmanager
-    def capture(self, stream: int) -> Iterator[Graph]:
+    def capture(self, stream: int) -> Iterator[CudaGraph]:
         """Capture the work that the block queues on a stream; the graph can run after it.
 
         The block must neither wait nor allocate. Other threads are not affected.
         """
-        graph = Graph()
+        graph = CudaGraph()
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", stream, mode)
         try:
@@ -223,11 +223,11 @@ class Cuda:
             self._runtime.cudaGetLastError()
             raise
 
-    def launch(self, graph: Graph, stream: int) -> None:
+    def launch(self, graph: CudaGraph, stream: int) -> None:
         """Queue a captured graph."""
         self._call("cudaGraphLaunch", graph.handle, stream)
 
-    def destroy_graph(self, graph: Graph) -> None:
+    def destroy_graph(self, graph: CudaGraph) -> None:
         """Free a graph that is not running."""
         self._call("cudaGraphExecDestroy", graph.handle)
 

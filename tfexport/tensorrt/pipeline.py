@@ -31,7 +31,7 @@ from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resol
 from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, cache_aliases, engine_key, plan_contract
 from tfexport.tensorrt.cuda import find_gpus
 from tfexport.tensorrt.inspector import inspect_plan, kernels_of
-from tfexport.tensorrt.store import StoredEngine, add_engine
+from tfexport.tensorrt.store import EngineBundle, add_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def build_engines(
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
     on_progress: Callable[[float], None] = lambda done: None,
-) -> StoredEngine:
+) -> EngineBundle:
     """Build the engines of a bundle and add them to it.
 
     Args:
@@ -131,7 +131,7 @@ def build_engines(
             (folder / ENGINE_LAYERS).write_text(json.dumps(inspected, indent=1))
         manifest = _manifest(resolved, plans, folder)
         (folder / ENGINE_MANIFEST).write_bytes(manifest.to_bytes())
-    return StoredEngine(name, target, manifest)
+    return EngineBundle(name, target, manifest)
 
 
 def estimate_engines(

@@ -42,7 +42,7 @@ _REMEDY = "copy it again from its source or build it again with tfexport trt"
 
 
 @dataclass(frozen=True)
-class StoredEngine:
+class EngineBundle:
     """An engine in a bundle; its files have the sizes that the manifest lists."""
 
     name: str
@@ -113,7 +113,7 @@ def engine_names(bundle: Path) -> list[str]:
         raise EngineError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
 
 
-def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
+def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> EngineBundle:
     """Read an engine's manifest and check its signature, and the sizes of its files."""
     names = engine_names(bundle)
     if name not in names:
@@ -121,7 +121,7 @@ def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None
     return _read(bundle / ENGINES / name, trusted_keys)
 
 
-def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredEngine:
+def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> EngineBundle:
     """Return the named or only usable engine; raise `EngineError` with all problems."""
     if name is not None:
         engine = open_engine(bundle.path, name, bundle.trusted_keys)
@@ -194,7 +194,7 @@ def _row(name: str, plan: PlanEntry) -> tuple[str, ...]:
     return name, *sizes, fused
 
 
-def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
+def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> EngineBundle:
     subject = f"engine {path}"
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
@@ -210,7 +210,7 @@ def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
     except OSError as error:
         raise _unreadable(path, error) from error
     raise_all(EngineError, subject, problems, remedy=_REMEDY)
-    return StoredEngine(path.name, path, manifest)
+    return EngineBundle(path.name, path, manifest)
 
 
 def _check_replaceable(folder: Path, target: Path, force: bool) -> None:
@@ -227,7 +227,7 @@ def _check_replaceable(folder: Path, target: Path, force: bool) -> None:
     raise_all(EngineError, f"{target} holds more than an engine", problems, remedy="remove that first")
 
 
-def _deserialize(runtime: Any, library: Library, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
+def _deserialize(runtime: Any, library: Library, log: Log, stored: EngineBundle, plan: str, bundle: Bundle) -> Any:
     raw = stored.read_plan(plan)
     log.records.clear()
     reason = None

@@ -16,18 +16,18 @@ import pytest
 from tests.tensorrt.artifact.stored import L4, flip
 from tfexport._io import atomic
 from tfexport.tensorrt import _kernels as kernels
-from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt._kernels import RuntimeCacheStore
 
 SUMS = {"encoder": "1" * 64, "decoder_static": "2" * 64}
 COMPILED = {"encoder": b"kernels of the encoder", "decoder_static": bytes(range(256)) * 99}
 HERE = "1.7.1.116-NVIDIA-L4-13.0"
 
 
-def store(engine: Path, version: str = "1.7.1.116", gpu: str = L4.name, driver: str = "13.0") -> KernelStore:
-    return KernelStore(engine, SUMS, version, replace(L4, name=gpu, driver_version=driver))
+def store(engine: Path, version: str = "1.7.1.116", gpu: str = L4.name, driver: str = "13.0") -> RuntimeCacheStore:
+    return RuntimeCacheStore(engine, SUMS, version, replace(L4, name=gpu, driver_version=driver))
 
 
-def read_all(found: KernelStore) -> dict[str, bytes | None]:
+def read_all(found: RuntimeCacheStore) -> dict[str, bytes | None]:
     return {plan: found.read(plan) for plan in SUMS}
 
 
@@ -78,7 +78,7 @@ def test_a_folder_name_is_not_trusted(engine: Path, other: dict[str, str], caplo
 
 
 def test_kernels_of_an_older_plan_are_dropped(engine: Path) -> None:
-    rebuilt = KernelStore(engine, {**SUMS, "encoder": "3" * 64}, "1.7.1.116", L4)
+    rebuilt = RuntimeCacheStore(engine, {**SUMS, "encoder": "3" * 64}, "1.7.1.116", L4)
     assert read_all(rebuilt) == {**COMPILED, "encoder": None}
     rebuilt.write({"encoder": b"new"})
     assert read_all(rebuilt) == {**COMPILED, "encoder": b"new"}

@@ -19,7 +19,7 @@ from tests.tensorrt.artifact import stored
 from tests.tensorrt.artifact.stored import L4, MACHINE, PLANS, TENSORRT, flip
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BundleError, EngineError
-from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.store import add_engine, choose_engine, engine_names, open_engine
 
 NAME = "tensorrt-rtx-static-fp32"
@@ -87,7 +87,7 @@ def test_a_file_among_kernels_is_not_deleted(bundle: Bundle, engine: Path, name:
 
 
 def test_an_engine_with_kernels_is_replaced(bundle: Bundle, engine: Path) -> None:
-    KernelStore(engine, {"encoder": "1" * 64}, "1.7.1.116", L4).write({"encoder": b"kernels"})
+    RuntimeCacheStore(engine, {"encoder": "1" * 64}, "1.7.1.116", L4).write({"encoder": b"kernels"})
     assert (engine / "kernels").exists()
     open_engine(bundle.path, NAME).check_plans()
     stored.store(bundle, stored.manifest(bundle), force=True)

@@ -20,7 +20,7 @@ from tfexport.contract import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER,
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
-from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.session._replica import MAX_FREE_REPLICAS
@@ -432,7 +432,7 @@ def test_kernels_of_rtx_are_compiled_once_for_all_processes(dates: Model, tmp_pa
     compiled = []
     for _ in range(3):
         cuda = CudaDouble()
-        session = dates.trt(cuda=cuda, kind=RtxEngine, kernels=KernelStore(tmp_path, plans, "1.7.1.116", gpu))
+        session = dates.trt(cuda=cuda, kind=RtxEngine, kernels=RuntimeCacheStore(tmp_path, plans, "1.7.1.116", gpu))
         config = DecodeConfig(num_beams=2)
         decode(session, dates.sources[:3], config)
         session.close()
@@ -443,7 +443,7 @@ def test_kernels_of_rtx_are_compiled_once_for_all_processes(dates: Model, tmp_pa
     assert compiled[1:] == [0, 0]
     (stored,) = tmp_path.glob("kernels/*/decoder_static.kernels")
     stored.write_bytes(stored.read_bytes()[::-1])
-    session = dates.trt(kind=RtxEngine, kernels=KernelStore(tmp_path, plans, "1.7.1.116", gpu))
+    session = dates.trt(kind=RtxEngine, kernels=RuntimeCacheStore(tmp_path, plans, "1.7.1.116", gpu))
     decode(session, dates.sources[:3], DecodeConfig(num_beams=2))
     assert session.cuda.counts["compile"] > 0, "damaged kernels are compiled again"
 

@@ -22,7 +22,7 @@ from tfexport.contract import DECODER, ENCODER, NUM_CANDIDATES, REORDER, GraphSp
 from tfexport.export.reorder import reorder_graph
 from tfexport.precision import ITEM_BYTES
 from tfexport.sources import FRAMES, FeatureSource, SourceKind
-from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.build._profiles import make_profiles
 from tfexport.tensorrt.config import (
     EngineConfig,
@@ -409,7 +409,7 @@ def trt_session(
     *,
     cuda: CudaDouble | None = None,
     kind: type[FakeEngine] = FakeEngine,
-    kernels: KernelStore | None = None,
+    kernels: RuntimeCacheStore | None = None,
     **changes: Any,
 ) -> TrtSession:
     """Open graphs in a session on doubles; `changes` are fields of EngineConfig."""

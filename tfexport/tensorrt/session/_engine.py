@@ -12,9 +12,9 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from tfexport.contract import GraphSpec
 from tfexport.errors import BackendError, raise_all
-from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.config import Shape, num_profiles
-from tfexport.tensorrt.cuda import Cuda, Graph
+from tfexport.tensorrt.cuda import Cuda, CudaGraph
 
 # Shapes change between runs; shapes stay and `CudaGraphRunner` captures them; shapes stay and the library does.
 Use = Literal["any shapes", "be captured", "replay itself"]
@@ -29,7 +29,7 @@ class Engine:
     """A deserialized engine that creates contexts for any number of threads."""
 
     def __init__(
-        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kernels: KernelStore | None = None
+        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kernels: RuntimeCacheStore | None = None
     ) -> None:
         """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors."""
         self.name = name
@@ -164,7 +164,7 @@ class CudaGraphRunner:
         self.context = context  # that the calls run
         self._cuda, self._stream, self._has_failed = cuda, stream, has_failed
         self._captures: bool | None = None
-        self._graphs: dict[str, Graph] = {}
+        self._graphs: dict[str, CudaGraph] = {}
 
     def run(self, name: str, queue: Callable[[], None], can_capture: Callable[[], bool]) -> None:
         """Call `queue` or launch its graph; equal names mean equal calls.

@@ -14,7 +14,7 @@ from tfexport.runtime.checked import CheckedSession
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Limit, Limits, Session
 from tfexport.runtime.sources import Sources, batch_problems
-from tfexport.tensorrt._kernels import KernelStore
+from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.config import EngineLimits, cache_aliases, plan_contract, plan_names
 from tfexport.tensorrt.cuda import Cuda, need_gpu
@@ -28,7 +28,7 @@ from tfexport.tensorrt.store import load_engine
 def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
     """Open an engine of a bundle as a session."""
     engine = load_engine(bundle, options.engine)
-    built = engine.manifest.config
+    built, library = engine.manifest.config, engine.library
     if options.variant not in (None, built.variant):
         raise BackendError(f"trt: engine {engine.path.name} has the variant {built.variant}; leave the variant out")
     spec = dataclasses.replace(bundle.manifest.spec, precision=built.precision or bundle.manifest.spec.precision)
@@ -43,12 +43,12 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         spec,
         built.variant if spec.has_decoder else None,
         engine.manifest.limits,
-        engine.library,
+        library,
         Cuda(),
         weights=built.weights,
         reason=reason,
         # Kernels are unsigned code, so sessions with trusted keys do not store or load them.
-        kernels=None if bundle.trusted_keys else KernelStore(engine.path, sums, engine.library.version, need_gpu()),
+        kernels=None if bundle.trusted_keys else RuntimeCacheStore(engine.path, sums, library.version, need_gpu()),
     )
 
 
@@ -76,7 +76,7 @@ class TrtSession(CheckedSession):
         *,
         weights: WeightType | None = None,
         reason: Callable[[], str] = lambda: "see the log of the library",
-        kernels: KernelStore | None = None,
+        kernels: RuntimeCacheStore | None = None,
     ) -> None:
         """Check deserialized engines, by plan; `reason` returns the newest errors."""
         made = {}
