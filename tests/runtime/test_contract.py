@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.runtime.compiled import native_session
 from tests.runtime.exported import Once, exported, ort_session, ranked, sources, wide, with_logits
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.toy import ToySession
@@ -50,6 +51,7 @@ BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {
     # As on a GPU: no buffer is shared with NumPy, a graph moves caches.
     "ort static device": lambda model, once: ort_session(model, "static", once, host_caches=False),
     "ort contrib": contrib_session,
+    "native": native_session,
     "toy": lambda model, once: ToySession(*exported(model, once)),
     # The session of TensorRT, on doubles of engines and of CUDA, which runs work late or at once.
     "trt concat": lambda model, once: engine_session(model, "concat", once),

@@ -62,7 +62,7 @@ def test_bench_measures_a_registered_backend_and_verifies_it_first(toy: Backend,
 
 
 def test_the_error_for_an_unknown_backend_lists_all(dates_bundle: Path) -> None:
-    known = "'auto', 'ort', 'eager', 'trt'"
+    known = "'auto', 'ort', 'eager', 'trt', 'native'"
     with pytest.raises(ConfigError, match=f"backend is 'toy', expected one of {known}"):
         tfexport.load(dates_bundle, backend="toy")
     with pytest.raises(ConfigError, match=f"bench: backend is 'toy', expected one of {known}"):

@@ -25,6 +25,7 @@ _EXTRAS = {
 _PACKAGES = {
     "cuda": "'cuda-python>=12.6' ('cuda-python<13' for drivers older than 580)",
     "sentencepiece": "sentencepiece protobuf",
+    "tfexport_native": "tfexport-native",
 }
 # Distributions that install the same files, so that having both breaks both.
 _RIVALS = {"cpu": "onnxruntime-gpu", "gpu": "onnxruntime"}
@@ -57,5 +58,7 @@ def replacing_command(extra: str) -> str:
 
 def repair_command(module: str, distribution: str) -> str:
     """Return the command that reinstalls a broken module of `distribution`."""
+    if module not in _EXTRAS:
+        return f"pip install --force-reinstall {_PACKAGES[module]}"
     names = " ".join(reversed(_RIVALS.values())) if module == "onnxruntime" else distribution
     return f"pip uninstall -y {names} && pip install --force-reinstall 'tfexport[{_EXTRAS[module]}]'"

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from tfexport._arguments import is_whole
 from tfexport.bundle.bundle import Bundle
@@ -96,16 +96,24 @@ def step_weight_bytes(bundle: Bundle) -> int | None:
 
 def _tensor_sizes(path: Path) -> dict[str, int]:
     """Return the size of each tensor of a safetensors file; empty if it is damaged."""
+    try:
+        offsets = {name: tensor["data_offsets"] for name, tensor in tensor_header(path)[1].items()}
+        return {name: int(end) - int(begin) for name, (begin, end) in offsets.items()}
+    except (ValueError, TypeError, KeyError):
+        return {}
+
+
+def tensor_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the data of a safetensors file begins, and its tensors if any."""
     # A deployment machine has no safetensors library.
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
-        offsets = {name: tensor["data_offsets"] for name, tensor in header.items()}
-        return {name: int(end) - int(begin) for name, (begin, end) in offsets.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return 0, {}
+    return 8 + length, header
 
 
 def available_cores(root: Path = _ROOT) -> int:

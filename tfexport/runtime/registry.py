@@ -95,7 +95,8 @@ class Backend:
     module: str  # implements `BackendModule`
     probe_module: str  # has `probe(library, model in hex) -> {device: "" or the problem}` for the doctor
     requirements: tuple[Requirement, ...]  # one of them must be installed
-    runs: Literal["graphs", "engines", "model"]  # graphs of a bundle, engines built into it, or the reference itself
+    # Graphs of a bundle, its weights, engines built into it, or the reference itself.
+    runs: Literal["graphs", "weights", "engines", "model"]
     devices: tuple[Device, ...] = ("cpu",)
 
     def missing(self) -> str:
@@ -121,6 +122,8 @@ class Backend:
             return f"has no device {options.device}"
         if self.runs == "model" and (manifest.config is None or manifest.quantization is not None):
             return "the bundle holds graphs only"
+        if self.runs == "weights":
+            return "; ".join(importlib.import_module(self.module).problems(manifest))
         if self.runs == "engines":
             from tfexport.tensorrt.store import engine_names
 
@@ -159,6 +162,14 @@ BACKENDS: dict[str, Backend] = {
                 Requirement("tensorrt-rtx", "tensorrt_rtx", "gpu"),
             ),
             runs="engines",
+        ),
+        Backend(
+            name="native",
+            title="tfexport-native",
+            module="tfexport.runtime.native.backend",
+            probe_module="tfexport.runtime.native.backend",
+            requirements=(Requirement("tfexport-native", "tfexport_native"),),
+            runs="weights",
         ),
     )
 }

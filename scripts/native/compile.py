@@ -1,0 +1,37 @@
+"""Compile the sources once for each set of instructions, into a library of its own.
+
+Each library holds the whole program, so that no function is compiled for more instructions than its caller may use.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+_AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mprefer-vector-width=512"
+_X86 = {"avx512": _AVX512, "avx2": "-mavx2 -mfma", "baseline": ""}
+FLAGS: dict[str, str] = _X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
+_COMMON = "-std=c++17 -shared -fPIC -fvisibility=hidden -Wall -Wextra -Werror -Wno-psabi"
+_LINUX = f"-static-libstdc++ -static-libgcc -Wl,--version-script={SOURCES / 'exports.map'}"
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler, GCC or Clang; None if there is none."""
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def compile_library(kernels: str, folder: Path, options: Sequence[str] = ("-O3", "-s")) -> Path:
+    """Compile the library of one set of instructions into a folder."""
+    found, target = compiler(), folder / f"{kernels}.so"
+    if found is None:
+        sys.exit("no C++ compiler: install GCC or Clang, or set CXX")
+    system = _LINUX if sys.platform == "linux" else ""
+    flags = [*_COMMON.split(), *FLAGS[kernels].split(), *options, *system.split()]
+    subprocess.run([found, *flags, *sorted(SOURCES.glob("*.cpp")), "-o", target], check=True)
+    return target

@@ -1,0 +1,72 @@
+// Sources that are being decoded: the caches of their rows, and the next tokens.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "model.h"
+
+namespace native {
+
+// Where the candidates of a step go: [rows][count] ids and logits, [rows] log of the sum of exp(logits).
+struct Candidates {
+  int64_t count;
+  int64_t* ids;
+  float *logits, *log_normalizers;
+  const int64_t* given = nullptr;  // [rows]: tokens to score instead of the best ones; count is 1
+};
+
+class Batch {
+ public:
+  Batch(std::shared_ptr<const Model> model, int64_t width);
+  int64_t num_rows() const { return int64_t(rows_.size()); }
+  int64_t num_sources() const { return int64_t(sources_.size()); }
+  int64_t longest() const;
+  const Model& model() const { return *model_; }
+  // Sources are [count][stride] ids; prompts are [sum of prompt_lengths] ids, of which the last of each is not read.
+  void add(int64_t count, const int64_t* ids, int64_t stride, const int64_t* lengths, const int64_t* prompts,
+           const int64_t* prompt_lengths);
+  void step(const int64_t* ids, const Candidates& to);
+  int64_t steps(const int64_t* ids, Candidates to, int64_t most, const int64_t* stops, int64_t num_stops);
+  void reorder(const int64_t* rows);
+  void remove(const int64_t* kept, int64_t count);  // source i becomes what source kept[i] is
+  bool is_broken = false;  // after memory ran out within a call
+  const int64_t width;
+
+ private:
+  struct Source {
+    int64_t length = 0;
+    bool rows_are_equal = true;
+    Array<float> blocks;  // [layers][blocks of KeyValues]
+  };
+  struct Row {
+    int64_t length = 0, source = 0;
+    std::vector<int32_t> blocks;
+    std::vector<float> state;  // of an SSRU, [layers][d_model]
+  };
+  struct Block {
+    float* data;  // [layers] of KeyValues
+    int32_t users;
+  };
+  void encode(int64_t first, int64_t count, const int64_t* ids, int64_t stride);
+  void self_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, const Target& target);
+  void recur(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, float* x);
+  void cross_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, const Target& target);
+  void read(const std::vector<int64_t>& rows, const int64_t* ids);  // leaves the decoder's output in scratch_.x
+  int32_t take();
+  void release(Row& row);
+  Row share(const Row& row);
+  void extend(Row& row);
+  const float* source_block(const Source& source, int64_t layer) const;
+
+  std::shared_ptr<const Model> model_;
+  KeyValues self_kind_, cross_kind_, encoder_kind_;
+  std::vector<Source> sources_;
+  std::vector<Row> rows_;
+  std::vector<Array<float>> memory_;
+  std::vector<Block> pool_;
+  std::vector<int32_t> free_;
+  Scratch scratch_;
+  Array<float> logits_;
+};
+
+}  // namespace native

@@ -1,0 +1,204 @@
+#include "linear.h"
+
+#include <algorithm>
+
+namespace native {
+
+Linear::Linear(const Tensor& weight, const float* bias) : inputs(weight.columns), outputs(weight.rows) {
+  panels_ = (outputs + PANEL - 1) / PANEL;
+  bias_ = Array<float>(panels_ * PANEL);
+  if (bias) memcpy(bias_.get(), bias, outputs * sizeof(float));
+  if (!weight.block) {
+    weights_ = Array<float>(panels_ * inputs * PANEL);
+    auto* from = static_cast<const float*>(weight.values);
+    for (int64_t n = 0; n < outputs; n++)
+      for (int64_t k = 0; k < inputs; k++)
+        weights_.get()[(n / PANEL * inputs + k) * PANEL + n % PANEL] = from[n * inputs + k];
+    return;
+  }
+  block_ = weight.block, blocks_ = weight.blocks(), lanes_ = block_ * blocks_ / GROUP;
+  bytes_ = Array<int32_t>(panels_ * lanes_ * PANEL);
+  zeros_ = Array<int32_t>(panels_ * blocks_ * PANEL);
+  scales_ = Array<float>(panels_ * blocks_ * PANEL);
+  auto* from = static_cast<const uint8_t*>(weight.values);
+  auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
+  for (int64_t n = 0; n < outputs; n++)
+    for (int64_t k = 0; k < inputs; k++) {  // padding of the last block stays 0, and its activations are 0
+      int64_t at = n * blocks_ + k / block_, place = ((n / PANEL * lanes_ + k / GROUP) * PANEL + n % PANEL) * GROUP + k % GROUP;
+      int64_t own = (n / PANEL * blocks_ + k / block_) * PANEL + n % PANEL;
+      uint8_t value = from[n * blocks_ * block_ + k];
+      if constexpr (GROUP == 4) {
+        to[place] = value;
+        zeros_.get()[own] = weight.zeros[at];
+      } else {
+        int16_t weight_value = int16_t(value - weight.zeros[at]);
+        memcpy(to + place * 2, &weight_value, 2);
+      }
+      scales_.get()[own] = weight.scales[at];
+    }
+}
+
+void Linear::round(int64_t rows, const float* x, int64_t stride, Rounded& to) const {
+  int64_t tiles = (rows + ROWS - 1) / ROWS;
+  to.lanes.reserve(tiles * lanes_ * ROWS);
+  to.scales.reserve(tiles * ROWS * blocks_);
+  to.sums.reserve(tiles * ROWS * blocks_);
+  const V magic = all(12582912.f);
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = x + row * stride;
+    int32_t* lanes = to.lanes.get() + row / ROWS * lanes_ * ROWS + row % ROWS;
+    for (int64_t b = 0; b < blocks_; b++) {
+      int64_t begin = b * block_, end = std::min(begin + block_, inputs), whole = end - (end - begin) % LANES;
+      V largest{}, broken{};
+      for (int64_t k = begin; k < whole; k += LANES) {
+        V v = load(from + k);
+        broken += v * 0.f;  // NaN if a value is NaN or infinite, which integers cannot be
+        largest = larger(v < 0 ? -v : v, largest);
+      }
+      float top = largest_of(largest), nan = sum_of(broken);
+      for (int64_t k = whole; k < end; k++) nan += from[k] * 0.f, top = std::max(top, std::fabs(from[k]));
+      float inverse = top > 0 ? 127 / top : 0;
+      to.scales.get()[row * blocks_ + b] = top / 127 + nan;
+      I sum{};
+      int32_t rest = 0;
+      for (int64_t k = begin; k < begin + block_; k += LANES) {
+        Narrows narrow{};
+        if (k + LANES <= whole) {
+          I q = (I)(load(from + k) * inverse + magic) - (I)magic;
+          sum += q;
+          narrow = __builtin_convertvector(q, Narrows);
+        } else {
+          for (int64_t i = k; i < end; i++) {
+            int value = nan == 0 ? int(std::nearbyint(from[i] * inverse)) : 0;
+            rest += value, narrow[i - k] = Narrow(value);
+          }
+        }
+        int32_t groups[LANES / GROUP];
+        memcpy(groups, &narrow, sizeof groups);
+        for (int i = 0; i < LANES / GROUP; i++) lanes[(k / GROUP + i) * ROWS] = groups[i];
+      }
+      for (int i = 0; i < LANES; i++) rest += sum[i];
+      to.sums.get()[row * blocks_ + b] = rest;
+    }
+  }
+}
+
+template <int M, int P>
+void Linear::finish(int64_t panel, int64_t row, V (&sums)[M][P * VECTORS], const Target& target) const {
+  const float* bias = bias_.get() + panel * PANEL;
+  int64_t first = panel * PANEL, width = padded(outputs);
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+    for (int j = 0; j < P * VECTORS; j++) {
+      int64_t column = first + j * LANES;
+      if (column >= width) continue;
+      V v = sums[m][j] + load(bias + j * LANES);
+      if (target.relu) v = v < 0 ? V{} : v;
+      int64_t at = (row + m) * target.stride + column;
+      if (target.residual) v += load(target.residual + at) * target.residual_scale;
+      store(target.out + at, v);
+    }
+}
+
+template <int M, int P>
+void Linear::float_tile(int64_t panel, const float* x, int64_t stride, int64_t row, const Target& target) const {
+  constexpr int N = P * VECTORS;
+  V sums[M][N] = {};
+  const float* w = weights_.get() + panel * inputs * PANEL;
+  x += row * stride;
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < inputs; k++, w += PANEL) {
+    V v[N];
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) v[j] = load(w + j / VECTORS * inputs * PANEL + j % VECTORS * LANES);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      V value = all(x[m * stride + k]);
+#pragma GCC unroll 16
+      for (int j = 0; j < N; j++) sums[m][j] += value * v[j];
+    }
+  }
+  finish<M, P>(panel, row, sums, target);
+}
+
+template <int M, int P>
+void Linear::byte_tile(int64_t panel, const Rounded& x, int64_t row, const Target& target) const {
+  constexpr int N = P * VECTORS;
+  V sums[M][N] = {};
+  int64_t lanes = block_ / GROUP;
+  for (int64_t b = 0; b < blocks_; b++) {
+    const int32_t* w = bytes_.get() + (panel * lanes_ + b * lanes) * PANEL;
+    const int32_t* from = x.lanes.get() + (row / ROWS * lanes_ + b * lanes) * ROWS + row % ROWS;
+    I whole[M][N] = {};
+    for (int64_t k = 0; k < lanes; k++, w += PANEL, from += ROWS) {
+      I v[N];
+#pragma GCC unroll 16
+      for (int j = 0; j < N; j++) v[j] = (I)load(reinterpret_cast<const float*>(w + j / VECTORS * lanes_ * PANEL + j % VECTORS * LANES));
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 16
+        for (int j = 0; j < N; j++) whole[m][j] = dot(whole[m][j], v[j], from[m]);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) {
+      int64_t at = ((panel + j / VECTORS) * blocks_ + b) * PANEL + j % VECTORS * LANES;
+      V scale = load(scales_.get() + at);
+      I zero = (I)load(reinterpret_cast<const float*>(zeros_.get() + at));
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        int64_t own = (row + m) * blocks_ + b;
+        I exact = GROUP == 4 ? whole[m][j] - zero * x.sums.get()[own] : whole[m][j];
+        sums[m][j] += __builtin_convertvector(exact, V) * (scale * x.scales.get()[own]);
+      }
+    }
+  }
+  finish<M, P>(panel, row, sums, target);
+}
+
+template <int M>
+void Linear::some_rows(int64_t rows, int64_t panel, const float* x, int64_t stride, int64_t row, const Target& target,
+                       const Rounded& rounded) const {
+  if constexpr (M > 0) {
+    if (rows != M) return some_rows<M - 1>(rows, panel, x, stride, row, target, rounded);
+    if (lanes_) byte_tile<M, 1>(panel, rounded, row, target);
+    else float_tile<M, 1>(panel, x, stride, row, target);
+  }
+}
+
+void Linear::operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const {
+  if (lanes_) round(rows, x, stride, scratch);
+  int64_t panel = 0;
+  if (rows == 1)  // more sums than one panel has, because each addition waits for the one before
+    for (; panel + 2 <= panels_; panel += 2) lanes_ ? byte_tile<1, 2>(panel, scratch, 0, target) : float_tile<1, 2>(panel, x, stride, 0, target);
+  for (; panel < panels_; panel++)
+    for (int64_t row = 0; row < rows; row += ROWS)
+      some_rows<ROWS>(std::min<int64_t>(ROWS, rows - row), panel, x, stride, row, target, scratch);
+}
+
+Table::Table(const Tensor& tensor) : rows(tensor.rows), columns(tensor.columns), block_(tensor.block) {
+  if (!block_) {
+    floats_ = Array<float>(rows * columns);
+    memcpy(floats_.get(), tensor.values, rows * columns * sizeof(float));
+    return;
+  }
+  blocks_ = tensor.blocks();
+  bytes_ = Array<uint8_t>(rows * blocks_ * block_), zeros_ = Array<uint8_t>(rows * blocks_);
+  scales_ = Array<float>(rows * blocks_);
+  memcpy(bytes_.get(), tensor.values, rows * blocks_ * block_);
+  memcpy(zeros_.get(), tensor.zeros, rows * blocks_);
+  memcpy(scales_.get(), tensor.scales, rows * blocks_ * sizeof(float));
+}
+
+void Table::read(int64_t row, float* to) const {
+  if (!block_) {
+    memcpy(to, floats_.get() + row * columns, columns * sizeof(float));
+    return;
+  }
+  for (int64_t k = 0; k < columns; k++) {
+    int64_t at = row * blocks_ + k / block_;
+    to[k] = float(bytes_.get()[row * blocks_ * block_ + k] - zeros_.get()[at]) * scales_.get()[at];
+  }
+}
+
+}  // namespace native

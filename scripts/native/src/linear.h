@@ -1,0 +1,106 @@
+// Linear maps of float32 or of 8-bit weights.
+#pragma once
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <type_traits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace native {
+
+// Zeros that are aligned to a cache line.
+template <typename T>
+class Array {
+ public:
+  Array() = default;
+  explicit Array(size_t size) : size_(size), data_(static_cast<T*>(::operator new[](bytes(size), std::align_val_t(64)))) {
+    memset(static_cast<void*>(data_.get()), 0, bytes(size));
+  }
+  T* get() const { return data_.get(); }
+  size_t size() const { return size_; }
+  void reserve(size_t size) {  // the content is lost
+    if (size > size_) *this = Array(size + size / 4);
+  }
+
+ private:
+  struct Free {
+    void operator()(T* data) const { ::operator delete[](data, std::align_val_t(64)); }
+  };
+  static size_t bytes(size_t size) {
+    if (size > (size_t(1) << 40) / sizeof(T)) throw std::bad_alloc();
+    return size * sizeof(T) + 64;
+  }
+  size_t size_ = 0;
+  std::unique_ptr<T[], Free> data_;
+};
+
+// A tensor of the caller. With block 0 it is float32 [rows, columns]. Otherwise a weight is
+// (values[row, column] - zeros[row, column / block]) * scales[row, column / block], and rows of `values` are padded to
+// whole blocks.
+struct Tensor {
+  const void* values;
+  const float* scales;
+  const uint8_t* zeros;
+  int64_t rows, columns, block;
+  int64_t blocks() const { return (columns + block - 1) / block; }
+};
+
+// Rows of activations, rounded to 8 bits with a scale for each block; the integers of ROWS rows are interleaved.
+struct Rounded {
+  Array<int32_t> lanes;  // [rows / ROWS][lanes of a row][ROWS]
+  Array<float> scales;   // [rows][blocks]
+  Array<int32_t> sums;   // [rows][blocks], of the integers
+};
+
+struct Target {
+  float* out;
+  int64_t stride;
+  bool relu = false;
+  float* residual = nullptr;  // is added, times `residual_scale`; has the same stride
+  float residual_scale = 1;
+};
+
+class Linear {
+ public:
+  Linear() = default;
+  Linear(const Tensor& weight, const float* bias);
+  // out[rows, padded(outputs)] = x[rows, inputs] W^T + b. Values of `x` behind `inputs` are not used.
+  void operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const;
+  int64_t inputs = 0, outputs = 0;
+
+ private:
+  template <int M, int P>
+  void float_tile(int64_t panel, const float* x, int64_t stride, int64_t row, const Target& target) const;
+  template <int M, int P>
+  void byte_tile(int64_t panel, const Rounded& x, int64_t row, const Target& target) const;
+  template <int M, int P>
+  void finish(int64_t panel, int64_t row, V (&sums)[M][P * VECTORS], const Target& target) const;
+  template <int M>
+  void some_rows(int64_t rows, int64_t panel, const float* x, int64_t stride, int64_t row, const Target& target,
+                 const Rounded& rounded) const;
+  void round(int64_t rows, const float* x, int64_t stride, Rounded& to) const;
+  int64_t panels_ = 0, block_ = 0, blocks_ = 0, lanes_ = 0;  // lanes_ of one row; 0 with float32
+  Array<float> weights_, bias_;                              // [panels][inputs][PANEL]; [panels][PANEL]
+  Array<int32_t> bytes_, zeros_;                             // [panels][lanes_][PANEL]; [panels][blocks_][PANEL]
+  Array<float> scales_;                                      // [panels][blocks_][PANEL]
+};
+
+// A table whose rows are read one at a time.
+class Table {
+ public:
+  Table() = default;
+  explicit Table(const Tensor& tensor);
+  void read(int64_t row, float* to) const;
+  int64_t rows = 0, columns = 0;
+
+ private:
+  int64_t block_ = 0, blocks_ = 0;
+  Array<float> floats_, scales_;
+  Array<uint8_t> bytes_, zeros_;
+};
+
+}  // namespace native

@@ -1,0 +1,82 @@
+// Vectors of one instruction set. Every source file is compiled once per set, into a library of its own.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace native {
+
+// BYTES of a vector; ROWS x VECTORS sums fit into the registers; GROUP integers share a lane of 32 bits.
+#if defined(__AVX512VNNI__)
+constexpr int BYTES = 64, ROWS = 6, VECTORS = 4, GROUP = 4;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32, ROWS = 6, VECTORS = 2, GROUP = 2;
+#elif defined(__ARM_NEON)
+constexpr int BYTES = 16, ROWS = 6, VECTORS = 4, GROUP = 2;
+#else
+constexpr int BYTES = 16, ROWS = 4, VECTORS = 2, GROUP = 2;
+#endif
+constexpr int LANES = BYTES / 4, PANEL = VECTORS * LANES;
+constexpr int STEP = 16;  // buffers have widths that are multiples of it, as all LANES divide it
+
+typedef float V __attribute__((vector_size(BYTES)));
+typedef int32_t I __attribute__((vector_size(BYTES)));
+typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4), may_alias));
+// Integers that activations are rounded to: bytes, or 16 bits if the CPU cannot add products of bytes exactly.
+typedef std::conditional_t<GROUP == 4, int8_t, int16_t> Narrow;
+typedef Narrow Narrows __attribute__((vector_size(LANES * sizeof(Narrow))));
+
+constexpr int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
+inline V load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
+inline void store(float* to, V v) { *reinterpret_cast<Unaligned*>(to) = v; }
+inline V all(float x) { return V{} + x; }
+inline V larger(V a, V b) { return a > b ? a : b; }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+inline float sum_of(V v) {
+  float sum = 0;
+  for (int i = 0; i < LANES; i++) sum += v[i];
+  return sum;
+}
+inline float largest_of(V v) {
+  float largest = v[0];
+  for (int i = 1; i < LANES; i++) largest = v[i] > largest ? v[i] : largest;
+  return largest;
+}
+
+// e^x by a polynomial (Cephes); NaN stays NaN.
+inline V exp_of(V x) {
+  x = x < -87.f ? all(-87.f) : x;
+  x = x > 88.f ? all(88.f) : x;
+  const V magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+  V shifted = x * 1.44269504f + magic, whole = shifted - magic;
+  V r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  return p * (V)(((I)shifted << 23) + 0x3f800000);  // the low bits of `shifted` are the exponent
+}
+
+// sum + the products of integers of `weights` and `x`, which has GROUP of them.
+inline I dot(I sum, I weights, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+  return sum + (I)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
+#elif defined(__SSE2__)
+  return sum + (I)_mm_madd_epi16((__m128i)weights, _mm_set1_epi32(x));
+#elif defined(__aarch64__)
+  int16x8_t a = vreinterpretq_s16_s32((int32x4_t)weights), b = vreinterpretq_s16_s32(vdupq_n_s32(x));
+  return sum + (I)vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+#else
+#error "tfexport-native needs x86-64 or aarch64"
+#endif
+}
+
+}  // namespace native

@@ -1,0 +1,1 @@
+"""The compiled libraries of tfexport's backend `native`, one for each set of instructions."""

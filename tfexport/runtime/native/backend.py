@@ -1,0 +1,193 @@
+"""Open bundles in the compiled library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import byref, c_int64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfexport.bundle.bundle import Bundle
+from tfexport.contract import WEIGHTS
+from tfexport.errors import BackendError, raise_all
+from tfexport.nn.config import TransformerConfig, model_spec
+from tfexport.precision import Accuracy
+from tfexport.runtime.checked import CheckedScoring, CheckedSession, check_step
+from tfexport.runtime.native._library import Library, TensorView, find_library
+from tfexport.runtime.native._plan import config_of, config_problems, problems, tensors
+from tfexport.runtime.registry import Graphs, LoadOptions
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Prompts, close_up, rows_of
+from tfexport.runtime.sources import Sources
+from tfexport.sources import SOURCE_IDS
+
+_REMEDY = "use --backend ort"
+
+
+class _Object:
+    """An object of the library, freed when nothing refers to it."""
+
+    def __init__(self, library: Library, kind: str, *arguments: Any) -> None:
+        self.library, self._kind = library, kind
+        self.address = library.make(kind, *arguments)
+
+    def __del__(self) -> None:
+        if address := getattr(self, "address", 0):
+            self.library.free(self._kind, address)
+
+
+class NativeSession(CheckedSession):
+    """A model in the compiled library; every call runs on the thread of its caller."""
+
+    backend = "native"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        weights: Path,
+        accuracy: Accuracy = "fp32",
+        *,
+        subject: object = "model",
+        library: Library | None = None,
+    ) -> None:
+        """Copy the weights of a file; `library` None uses the fastest one."""
+        raise_all(BackendError, f"native: {subject}", config_problems(config), remedy=_REMEDY)
+        self.spec, self.accuracy = model_spec(config, "fp32"), accuracy
+        self.limits = Limits.of(self.spec)
+        read = tensors(config, weights)
+        views = [TensorView() if tensor is None else tensor.view() for tensor in read]
+        given = config_of(config), (TensorView * len(views))(*views), len(views)
+        self._model: _Object | None = _Object(library or find_library(), "model", *given)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._model is not None
+
+    def _batch(self, width: int) -> NativeBatch:
+        model = self._model
+        assert model is not None
+        return NativeBatch(self, model, width)
+
+    def _encode(self, sources: Sources, output: str) -> Floats:
+        raise NotImplementedError  # encoder-only models are refused
+
+    def close(self) -> None:
+        """Free the weights when the last open batch is freed."""
+        self._model = None
+
+
+class NativeBatch(CheckedScoring):
+    """Sources being decoded; implements `MultiStep`."""
+
+    def __init__(self, session: NativeSession, model: _Object, width: int) -> None:
+        super().__init__(session.spec, width)
+        self._session, self._model, self._library = session, model, model.library
+        self._batch = _Object(model.library, "batch", model.address, width)
+        self._buffers = _Buffers(0, 1)
+
+    def _add(self, sources: Sources, prompts: Prompts) -> None:
+        ids = np.ascontiguousarray(sources.inputs[SOURCE_IDS])
+        lengths, read = sources.lengths, np.array([len(prompt) for prompt in prompts])
+        tokens = np.array([token for prompt in prompts for token in prompt])
+        addresses = [array.ctypes.data for array in (lengths, tokens, read)]
+        self._library.call("add", self._batch.address, len(ids), ids.ctypes.data, ids.shape[1], *addresses)
+        self.lengths = np.concatenate((self.lengths, (read - 1).repeat(self.width)))
+
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        return self._run(target_ids, num_candidates)
+
+    def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
+        return self._run(target_ids, 1, np.ascontiguousarray(next_ids))
+
+    def _run(self, target_ids: Ids, num_candidates: int, given: Ids | None = None) -> Candidates:
+        rows, buffers = target_ids.size, self._reserved(num_candidates)
+        buffers.target_ids[:] = target_ids
+        given_address = None if given is None else given.ctypes.data
+        self._library.call(
+            "step",
+            self._batch.address,
+            buffers.addresses[0],
+            rows,
+            num_candidates,
+            given_address,
+            *buffers.addresses[1:],
+        )
+        self.lengths = self.lengths + 1
+        return Candidates(buffers.token_ids.copy(), buffers.logits.copy(), buffers.log_normalizer.copy())
+
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+        """Take several greedy steps, of a batch with one row for each source."""
+        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
+        rows, ids, stops = target_ids.size, np.ascontiguousarray(target_ids), np.array([*stop_ids], np.int64)
+        token_ids = np.empty((steps, rows, num_candidates), np.int64)
+        logits = np.empty((steps, rows, num_candidates), np.float32)
+        log_normalizer = np.empty((steps, rows), np.float32)
+        taken = c_int64()
+        found = [array.ctypes.data for array in (token_ids, logits, log_normalizer)]
+        given = ids.ctypes.data, rows, num_candidates, steps, stops.ctypes.data, stops.size
+        self._library.call("steps", self._batch.address, *given, *found, byref(taken))
+        count = taken.value
+        self.lengths = self.lengths + count
+        return Candidates(token_ids[:count], logits[:count], log_normalizer[:count])
+
+    def _reserved(self, num_candidates: int) -> _Buffers:
+        rows = self.lengths.size
+        if self._buffers.logits.shape != (rows, num_candidates):
+            self._buffers = _Buffers(rows, num_candidates)
+        return self._buffers
+
+    def _reorder(self, rows: Ids) -> None:
+        order = np.ascontiguousarray(rows)
+        self._library.call("reorder", self._batch.address, order.ctypes.data, order.size)
+        self.lengths = self.lengths[order]
+
+    def _remove(self, sources: Ids) -> None:
+        kept = close_up(self.lengths.size // self.width, sources)
+        self._library.call("remove", self._batch.address, kept.ctypes.data, kept.size)
+        self.lengths = self.lengths[rows_of(kept, self.width)]
+
+
+class _Buffers:
+    """Arrays of a step; looking up an address takes longer than copying few numbers."""
+
+    def __init__(self, rows: int, num_candidates: int) -> None:
+        self.target_ids = np.empty(rows, np.int64)
+        self.token_ids: Ids = np.empty((rows, num_candidates), np.int64)
+        self.logits: Floats = np.empty((rows, num_candidates), np.float32)
+        self.log_normalizer: Floats = np.empty(rows, np.float32)
+        arrays: list[NDArray[Any]] = [self.target_ids, self.token_ids, self.logits, self.log_normalizer]
+        self.addresses = [array.ctypes.data for array in arrays]
+
+
+def open_bundle(bundle: Bundle, options: LoadOptions) -> NativeSession:
+    """Open a bundle in the fastest library that this CPU can run."""
+    if options.variant is not None:
+        raise BackendError(
+            f"native: decoder variant {options.variant} is a graph, which this backend does not run; leave it out"
+        )
+    return _open(bundle)
+
+
+def _open(bundle: Bundle) -> NativeSession:
+    manifest = bundle.manifest
+    raise_all(BackendError, f"native: {bundle.path}", problems(manifest), remedy=_REMEDY)
+    assert manifest.config is not None
+    return NativeSession(manifest.config, bundle.file(WEIGHTS), manifest.accuracy, subject=bundle.path)
+
+
+def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, NativeSession]]:
+    """Open the session to compare with the eager model."""
+    if graphs.bundle is None:
+        raise BackendError("native: an export is verified on the graphs that it writes; use --backend ort")
+    yield "native", _open(graphs.bundle)
+
+
+def probe(library: str, model: str) -> dict[str, str]:
+    """Load the library; return the problem by device, or ""."""
+    try:
+        find_library()
+    except BackendError as error:
+        return {"cpu": str(error)}
+    return {"cpu": ""}
