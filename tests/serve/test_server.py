@@ -214,6 +214,48 @@ def test_more_connections_than_the_process_may_open(dates_bundle: Path) -> None:
     refuses(subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S), "--max-connections 100")
 
 
+QUICK_TIMEOUT = "import tfexport.serve._connections as connections; connections.HEAD_TIMEOUT_S = 0.5"
+
+
+def test_a_head_that_is_too_long_or_too_slow_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
+    with running(tmp_path, dates_bundle, "--threads", 1, before=QUICK_TIMEOUT) as server:
+        for head in (b"GET /", b"GET /livez HTTP/1.1\r\nlong: ", b"GET /livez HTTP/1.1\r\n" + 10_000 * b"many: x\r\n"):
+            with connected(server) as one:
+                assert sent_until_closed(one, head, 40 * [100_000 * b"x"]) < 40
+        for begun in (b"", b"GET /livez", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\nGET /"):
+            with connected(server) as one:
+                one.sendall(begun)
+                assert b"HTTP/1.1 408" in until_closed(one)
+
+
+def test_pipelined_requests_are_answered_up_to_a_limit(dates_bundle: Path, tmp_path: Path) -> None:
+    """Each that waits takes memory, so a client that never reads could fill it."""
+    asked = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+    with running(tmp_path, dates_bundle, "--threads", 1) as server:
+        with connected(server) as one:
+            one.sendall(9 * asked + asked.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            assert until_closed(one).count(b"HTTP/1.1 200") == 10
+        with connected(server) as one:
+            assert sent_until_closed(one, b"", 500 * [1000 * asked]) < 500
+        assert server.client.get("/livez").status_code == 200
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as file:
+        return file.read()
+
+
+def sent_until_closed(connection: socket.socket, head: bytes, blocks: list[bytes]) -> int:
+    """Send without reading; return how many blocks were sent before the server closed the connection."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(head)
+        for block in blocks:
+            connection.sendall(block)
+            sent += 1
+    return sent
+
+
 def asked_live(connection: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")

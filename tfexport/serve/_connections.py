@@ -1,4 +1,4 @@
-"""Limit the open connections of a server by what it may hold."""
+"""Limit the connections of a server, and what a connection can make it hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if sys.platform != "win32":
 
 BACKLOG = 2048  # connections that wait to be accepted, and that asyncio may accept at once
 _OWN_FILES = 40  # of the process itself: libraries, logs, bundles while they are loaded
-_REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+_REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+MAX_HEAD_BYTES = 2**16  # of one request, in addition to the first read of a socket
+HEAD_TIMEOUT_S = 20
+MAX_PIPELINED = 16  # requests of a connection that wait until the one before is answered
 
 
 def reserve_files(max_connections: int) -> int:
@@ -42,14 +45,78 @@ def reserve_files(max_connections: int) -> int:
         return min(BACKLOG, left)
 
 
-def limited(max_connections: int) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol; connections above the limit get 503."""
+class LimitedProtocol(HttpToolsProtocol):
+    """Limit connections and the heads of requests in uvicorn's HTTP protocol.
 
-    class Limited(HttpToolsProtocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > max_connections:
-                transport.write(_REFUSAL)
-                transport.close()
+    Connections above the limit get 503, heads that are too long 431, and those that take too long 408.
+    """
 
-    return Limited
+    max_connections: int
+
+    def connection_made(self, transport: Any) -> None:
+        """Refuse a connection above the limit."""
+        super().connection_made(transport)
+        self._head_bytes, self._is_in_head = 0, True
+        self._wait_for_head()
+        if len(self.connections) > self.max_connections:
+            self._refuse("503 Service Unavailable")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read part of a request."""
+        super().data_received(data)
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse("431 Request Header Fields Too Large")
+            elif self._timer.cancelled():
+                self._wait_for_head()
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests wait for an answer")
+        super().on_message_begin()
+        self._head_bytes, self._is_in_head = 0, True
+
+    def on_headers_complete(self) -> None:
+        """End a head."""
+        self._timer.cancel()
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        if self._is_answering():  # two responses would be mixed
+            self.transport.abort()
+        else:
+            super().send_400_response(msg)
+
+    def _wait_for_head(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._is_answering():  # the client may be waiting for the answer
+            self._wait_for_head()
+        else:
+            self._refuse("408 Request Timeout")
+
+    def _refuse(self, status: str) -> None:
+        if self._is_answering():
+            self.transport.abort()
+        else:
+            self.transport.write(_REFUSAL % status.encode())
+            self.transport.close()
+
+    def _is_answering(self) -> bool:
+        cycle: Any = self.cycle  # None before the first request
+        return cycle is not None and not cycle.response_complete
+
+
+def limited(max_connections: int) -> type[LimitedProtocol]:
+    """Return the protocol with a maximum number of connections."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": max_connections})
