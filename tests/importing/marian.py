@@ -6,6 +6,7 @@ Names, formulas and files follow Marian's sources, in `src`: `models/transformer
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -112,6 +113,39 @@ class _Weights:
             self.add_matrix(f"{name}_ln_bias{suffix}", 1, D)
 
 
+def positions(length: int, width: int) -> Array:
+    """Return the vectors that are added to embeddings, [length, width]."""
+    rates = np.exp(np.arange(width // 2) * -(np.log(10_000) / (width // 2 - 1)))
+    angles = np.arange(length)[:, None] * rates
+    return np.concatenate((np.sin(angles), np.cos(angles)), 1)
+
+
+def weights_of(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Name the tensors of a post-norm model with SSRU layers and tied tables as Marian does.
+
+    The last token, with which targets begin, is left out: Marian begins with a vector of zeros.
+    """
+    found = {"Wemb": tensors["enc.embed.weight"][:-1], "decoder_ff_logit_out_b": tensors["out.bias"][None, :-1]}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(enc|dec)\.layers\.(\d+)\.(self|cross|ffn|norm)(\d?)\.(?:(.+)\.)?(weight|bias)", name)
+        if match is None:
+            continue
+        side, layer, block, number, part, kind = match.groups()
+        begin = f"{side}oder_l{int(layer) + 1}"
+        first = ("self", "Wo") if side == "enc" else ("rnn", "ffn")
+        if block == "norm":
+            place = {"1": first, "2": ("context", "Wo")}.get(number, ("ffn", "ffn"))
+            place = ("ffn", "ffn") if (side, number) == ("enc", "2") else place
+            found[f"{begin}_{place[0]}_{place[1]}_ln_{'scale' if kind == 'weight' else 'bias'}"] = tensor[None]
+        else:
+            block = {"self": first[0], "cross": "context"}.get(block, block)
+            part = {"update": "", "forget": "f", "fc1": "1", "fc2": "2"}.get(part, part)
+            found[f"{begin}_{block}_{'W' if kind == 'weight' else 'b'}{part}"] = (
+                tensor.T if kind == "weight" else tensor[None]
+            )
+    return found
+
+
 class Quantized(NamedTuple):
     """Whole numbers, and the factor that the values were multiplied by."""
 
@@ -209,12 +243,7 @@ class Marian:
         return self.w["Wemb" if "Wemb" in self.w else f"{side}_Wemb"]
 
     def _placed(self, x: Array, side: str) -> Array:
-        if self.is_trained:
-            x = x + self.w["Wpos"][: len(x)]
-        else:
-            rates = np.exp(np.arange(D // 2) * -(np.log(10_000) / (D // 2 - 1)))
-            angles = np.arange(len(x))[:, None] * rates
-            x = np.sqrt(D) * x + np.concatenate((np.sin(angles), np.cos(angles)), 1)
+        x = x + self.w["Wpos"][: len(x)] if self.is_trained else np.sqrt(D) * x + positions(len(x), D)
         return self._norms(x, f"{side}_emb", self.options["transformer-postprocess-emb"], "_pre")
 
     def _top(self, x: Array, side: str) -> Array:
