@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -33,7 +36,7 @@ def test_the_lock_has_every_pinned_package_with_checksums() -> None:
     assert {name: versions[name] for name in both} == {name: pins[name] for name in both}
     extras = PROJECT["project"]["optional-dependencies"]
     declared = [*PROJECT["project"]["dependencies"], *(name for extra in LOCKED for name in extras[extra])]
-    names = {re.split(r"[>\[]", name)[0] for name in [*declared, "setuptools"]}
+    names = {re.split(r"[>\[]", name)[0] for name in declared}
     assert names - versions.keys() == {"torch"}
 
 
@@ -43,18 +46,18 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+def build(kind: str, source: Path, target: Path) -> bytes:
+    target.mkdir(exist_ok=True)
+    code = f"from flit_core import buildapi; print(buildapi.build_{kind}({str(target)!r}))"
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return (target / done.stdout.strip()).read_bytes()
+
+
 @pytest.fixture(scope="session")
 def wheel(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """Build the wheel from a copy, because a build leaves files that the next one would include."""
-
-    def make(path: Path) -> None:
-        source = path.with_name("wheel-source")
-        shutil.copytree(ROOT / "tfexport", source / "tfexport", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, source)
-        run(*PIP, "wheel", "--quiet", "--no-deps", "--wheel-dir", path, source)
-
-    return next(once("wheel", make).glob("*.whl"))
+    return next(once("wheel", lambda path: build("wheel", ROOT, path)).glob("*.whl"))
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +69,23 @@ def deployed(once: Callable[[str, Callable[[Path], object]], Path], wheel: Path)
         run(*PIP, *install, "--constraint", ROOT / "constraints.txt", f"{wheel}[cpu]")
 
     return once("deployed", make) / "bin"
+
+
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_two_builds_have_the_same_bytes(kind: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "tfexport", copy / "tfexport", copy_function=shutil.copy)  # with new dates
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    assert build(kind, ROOT, tmp_path / "a") == build(kind, copy, tmp_path / "b")
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_of(wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(build("sdist", ROOT, tmp_path))) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(wheel) as archive:
+        code = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == code | {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
 
 
 def test_the_wheel_holds_only_the_code(wheel: Path) -> None:
