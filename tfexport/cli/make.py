@@ -9,7 +9,7 @@ from typing import Any, get_args
 import click
 
 from tfexport.bundle.manifest import ENGINES, Identity
-from tfexport.cli.commands import main, reports_whether_written
+from tfexport.cli.commands import EXIT_PARITY, main, reports_whether_written
 from tfexport.cli.options import (
     INPUT,
     PATH,
@@ -148,14 +148,18 @@ def onnx(source: str, output: Path, **options: Any) -> None:
     metavar="DIR",
     help="Write the graphs to a new folder instead of building, with inputs and commands of trtexec and Polygraphy.",
 )
-@click.option("--input", "source", type=INPUT, help="Texts for the inputs of --save-graphs, one a line.")
+@click.option(
+    "--debug",
+    is_flag=True,
+    help="Build nothing, but compare every stage with float32 and find layers for --fp32-layers; exit with 2 if one "
+    "differs.",
+)
+@click.option("--input", "source", type=INPUT, help="Texts for --save-graphs and --debug, one a line.")
 @sign_key_option
 @trusted_keys_option
 @click.option("--force", is_flag=True, help="Replace an existing engine once the new one is complete.")
 @json_option
-def trt(
-    bundle: Path, dry_run: bool, save_graphs: Path | None, source: Path | None, as_json: bool, **options: Any
-) -> None:
+def trt(bundle: Path, save_graphs: Path | None, source: Path | None, as_json: bool, **options: Any) -> None:
     """Build TensorRT engines from BUNDLE and put them into it.
 
     An engine is named after target, variant, precision and weights, and is stored in engines/ of the bundle.
@@ -163,16 +167,26 @@ def trt(
     settings, keys = config_of(EngineConfig, options), options["trusted_keys"]
     from tfexport.tensorrt.pipeline import build_engines, estimate_engines
 
-    if source and not save_graphs:
-        raise click.UsageError("--input gives texts to --save-graphs; add it or leave --input out.")
+    if sum(map(bool, (save_graphs, options["debug"], options["dry_run"]))) > 1:
+        raise click.UsageError("--save-graphs, --debug and --dry-run exclude each other; give one of them.")
+    if source and not (save_graphs or options["debug"]):
+        raise click.UsageError(
+            "--input gives texts to --save-graphs and --debug; add one of them or leave --input out."
+        )
+    texts = inputs_of((), source) if source else ()
     if save_graphs:
         from tfexport.debug.save import save_graphs as save
 
-        texts = inputs_of((), source) if source else ()
         saved = save(bundle, save_graphs, settings, texts=texts, trusted_keys=keys, report=report_line)
         print_result(saved.to_dict(), saved.lines(), as_json)
         return
-    if dry_run:
+    if options["debug"]:
+        from tfexport.debug.accuracy import diagnose
+
+        diagnosis = diagnose(bundle, settings, texts=texts, trusted_keys=keys, report=report_line)
+        print_result(diagnosis.to_dict(), diagnosis.lines(), as_json)
+        click.get_current_context().exit(0 if diagnosis.agrees else EXIT_PARITY)
+    if options["dry_run"]:
         estimate = estimate_engines(bundle, settings, trusted_keys=keys, report=report_line)
         print_result(estimate.to_dict(), estimate.lines(), as_json)
         return

@@ -58,7 +58,7 @@ class Stage:
     @cached_property
     def reference(self) -> Arrays:
         """Outputs of the graph in float32."""
-        return HostGraph(self.name, all_fp32(self.graph.data), self.graph.path.parent).run(_wide(self.inputs))
+        return HostGraph(self.name, all_fp32(self.graph.data), self.graph.path.parent).run(widened(self.inputs))
 
 
 def read_sources(bundle: Bundle, resolved: ResolvedBuild, texts: Sequence[str]) -> tuple[Sources, str]:
@@ -132,7 +132,7 @@ class _Decode:
         for position in range(count):
             self.target_ids.append(ids)
             inputs = self._inputs(ids[:, None], past, position)
-            outputs = self._graph.run(_wide(inputs))
+            outputs = self._graph.run(widened(inputs))
             ids = outputs[CANDIDATE_IDS][:, 0]
             present = {
                 name.replace("present_", "past_"): x for name, x in outputs.items() if name.startswith("present_")
@@ -171,6 +171,7 @@ def rounded(arrays: Arrays, contract: GraphSpec) -> dict[str, NDArray[Any]]:
         return {name: array.astype(types[name]) for name, array in arrays.items()}
 
 
-def _wide(arrays: Arrays) -> dict[str, NDArray[Any]]:
+def widened(arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """Return arrays of half precision in float32, and others as they are."""
     halves = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
     return {name: array.astype(np.float32) if array.dtype in halves else array for name, array in arrays.items()}

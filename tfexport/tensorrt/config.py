@@ -54,6 +54,13 @@ class EngineConfig(Config, subject="engine", former={"form": "variant"}):
     ] = None
     precision: Annotated[Precision | None, Help("By default that of the bundle.")] = None
     weights: Annotated[WeightType | None, Help("Store the matrices of linear layers in a narrower type.")] = None
+    fp32_layers: Annotated[
+        tuple[str, ...],
+        Help(
+            "Layers of fp16 or bf16 engines to compute in fp32, as named by --debug, such as 'decoder.layers.*.ffn.*'; "
+            "can be given several times."
+        ),
+    ] = ()
     max_batch: Annotated[Size, Help("Maximum number of sources, and of hypotheses, in a batch.")] = 32
     max_source_length: Annotated[Size | None, Help("Maximum source tokens; by default the bundle's limit.")] = None
     max_target_length: Annotated[Size | None, Help("Maximum target tokens; by default the bundle's limit.")] = None

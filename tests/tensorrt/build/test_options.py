@@ -102,6 +102,7 @@ def plain_tensorrt(*levels: str) -> Library:
         IBuilderConfig=object,
         BuilderFlag=Flags,
         HardwareCompatibilityLevel=SimpleNamespace(**{level: level for level in levels}),
+        ProfilingVerbosity=SimpleNamespace(DETAILED="DETAILED"),
     )
     return Library("tensorrt", trt, "10.0.1", Logger())
 
@@ -118,6 +119,7 @@ def test_options_that_only_tensorrt_supports() -> None:
     apply_options(library, config, options)
     assert calls == [("clear", "TF32"), ("set", "VERSION_COMPATIBLE")]
     assert config.hardware_compatibility_level == "AMPERE_PLUS"
+    assert config.profiling_verbosity == "DETAILED"
     assert not hasattr(config, "num_compute_capabilities")
 
 

@@ -122,6 +122,11 @@ class FakeContext:
             raise RuntimeError("shape inference failed")
         return missing
 
+    def get_tensor_shape(self, name: str) -> Shape:
+        dims, tensors = self._dims(), {**self._engine.inputs, **self._engine.outputs}
+        assert dims is not None, "infer_shapes comes first"
+        return tuple(dim if isinstance(dim, int) else dims[dim] for dim in tensors[name].shape)
+
     def execute_async_v3(self, stream_handle: int) -> bool:
         engine, cuda = self._engine, self._engine.cuda
         cuda.counts[f"enqueue {engine.name}"] += 1
@@ -265,6 +270,9 @@ class FakeEngine:
 
     def get_tensor_name(self, index: int) -> str:
         return [*self.inputs, *self.outputs][index]
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return {**self.inputs, **self.outputs}[name].dtype
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return self.aliases.get(name)

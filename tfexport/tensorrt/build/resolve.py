@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import DECODER, ENCODER, REORDER, WEIGHTS, ModelSpec, Variant
-from tfexport.errors import ConfigError, EngineError, raise_all
+from tfexport.errors import ConfigError, EngineError, raise_all, shortened
+from tfexport.export.mixed import keep_fp32, layer_names
 from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.export.reorder import reorder_graph
@@ -63,6 +65,8 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
     spec = replace(bundle.manifest.spec, precision=config.precision or bundle.manifest.spec.precision)
     profiles = _collect(problems, lambda: make_profiles(spec, variant or "concat", config))
     options = _collect(problems, lambda: resolve_options(library, config, gpu))
+    if config.fp32_layers and spec.precision == "fp32":
+        problems.append("fp32_layers is given, but all layers have the precision fp32; leave it out")
     raise_all(EngineError, "trt", problems)
     if config.weights is not None:
         notes.append(
@@ -106,7 +110,21 @@ def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[s
             data = fix_capacity(path, capacity) if is_fixed else path.read_bytes()
             graphs.append(Graph(plan, data, path))
         graphs.append(Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx"))
-    return graphs
+    return _with_fp32_layers(graphs, config.fp32_layers)
+
+
+def _with_fp32_layers(graphs: Sequence[Graph], patterns: Sequence[str]) -> list[Graph]:
+    """Compute the layers that match a pattern in float32; each must match one."""
+    if not patterns:
+        return list(graphs)
+    names = {name: None for graph in graphs for name in layer_names(graph.data)}
+    problems = [
+        f"fp32_layers has {shortened(pattern)}, which matches none of {len(names)} layers, such as {next(iter(names))}"
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    raise_all(ConfigError, "engine", problems)
+    return [replace(graph, data=keep_fp32(graph.data, patterns)) for graph in graphs]
 
 
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:

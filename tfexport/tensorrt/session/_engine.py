@@ -143,6 +143,10 @@ class Context:
             if not self._context.set_tensor_address(name, address):
                 raise BackendError(f"trt: {self.name} refuses the address of {name}: {self._reason()}")
 
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a tensor, after `bind`."""
+        return tuple(self._context.get_tensor_shape(name))
+
     def run(self, stream: int) -> None:
         if not self._context.execute_async_v3(stream):
             raise BackendError(f"trt: {self.name} failed: {self._reason()}")
