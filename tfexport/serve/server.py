@@ -213,7 +213,7 @@ def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> s
         family, *_, address = socket.getaddrinfo(config.host, config.port, type=kind, flags=flags)[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        reason = str(error.strerror).partition(" (while attempting")[0]  # Windows' numbers are not known to os.strerror
         subject = f"host {config.host}, port {config.port}"
         raise ConfigError(f"{subject}: {reason}; choose others with --host and --port") from error
     # Connections inherit these options. asyncio does not set TCP_NODELAY on sockets without an explicit protocol, and
