@@ -165,7 +165,7 @@ class GenerateRequest(Sourced):
     """A source to generate from."""
 
     id: str | None = Field(default=None, description="Returned in the response.")
-    parameters: Parameters = Parameters()  # type: ignore[valid-type]
+    parameters: Parameters = Field(default_factory=Parameters)  # type: ignore[valid-type]
     media_types = (JSON, FILES)
 
     @classmethod
@@ -240,7 +240,7 @@ class Input(Body):
     datatype: Literal["BYTES", *FORMATS]  # type: ignore[valid-type]
     shape: list[Annotated[int, Field(gt=0, lt=2**31)]] = Field(min_length=1, max_length=3)
     data: Any = Field(default=None, description="Values as nested lists or as a flat list.")
-    parameters: InputParameters = InputParameters()
+    parameters: InputParameters = Field(default_factory=InputParameters)
 
     @validator(mode="after")
     def _check_data(self) -> Self:
@@ -322,7 +322,7 @@ class Output(Body):
     """A requested output tensor."""
 
     name: Literal[tuple(OUTPUTS)]  # type: ignore[valid-type]
-    parameters: OutputParameters = OutputParameters()
+    parameters: OutputParameters = Field(default_factory=OutputParameters)
 
 
 class InferRequest(Body):
@@ -336,7 +336,7 @@ class InferRequest(Body):
     id: str | None = Field(default=None, description="Returned in the response.")
     inputs: list[Input] = Field(min_length=1)
     outputs: list[Output] = Field(default=[], description="Outputs to return; all if empty.")
-    parameters: InferParameters = InferParameters()
+    parameters: InferParameters = Field(default_factory=InferParameters)
     _tensors: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     @property

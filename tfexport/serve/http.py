@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import time
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -31,6 +32,7 @@ from tfexport.serve.observer import Outcome
 logger = logging.getLogger(__name__)
 VERSION = "1"  # bundles have no versions; this is for clients that require one
 RETRY_AFTER_S = 1  # default of the Retry-After header
+WATCH_AFTER_S = 0.01
 CLIENT_CLOSED_REQUEST = 499  # as in nginx's log; nobody receives it
 JSON_LENGTH = "Inference-Header-Content-Length"  # in bytes; the binary tensors follow
 OPENAI = ("/v1/audio/transcriptions", "/v1/completions", "/v1/embeddings", "/v1/models")
@@ -118,23 +120,22 @@ class Route(APIRoute):
     FastAPI's dependency resolution would take longer than the rest of the request handling.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the ASGI request handler."""
-        body_type: type[Body] | None = typing.get_type_hints(self.endpoint).get("data")
-        endpoint = self.endpoint
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with the endpoint's response."""
+        request = Request(scope, receive)
+        service, arguments, path = service_of(request), dict[str, Any](), request.path_params
+        if "name" in path:
+            name = arguments["name"] = service.model_name(path["name"])
+            if (version := path.get("version", VERSION)) != VERSION:
+                raise RequestError(404, f"version {shortened(version)} of model {name} is unknown, expected 1")
+        if (body_type := self._body_type) is not None:
+            arguments["data"] = await _read(request, service, body_type, arguments.get("name"))
+        response: Response = await self.endpoint(request, **arguments)
+        await response(scope, receive, send)
 
-        async def handle(request: Request) -> Response:
-            service, arguments, path = service_of(request), dict[str, Any](), request.path_params
-            if "name" in path:
-                name = arguments["name"] = service.model_name(path["name"])
-                if (version := path.get("version", VERSION)) != VERSION:
-                    raise RequestError(404, f"version {shortened(version)} of model {name} is unknown, expected 1")
-            if body_type is not None:
-                arguments["data"] = await _read(request, service, body_type, arguments.get("name"))
-            response: Response = await endpoint(request, **arguments)
-            return response
-
-        return handle
+    @functools.cached_property
+    def _body_type(self) -> type[Body] | None:
+        return typing.get_type_hints(self.endpoint).get("data")
 
 
 async def _read(request: Request, service: Service, body_type: type[Body], name: str | None) -> Body:
@@ -199,8 +200,12 @@ async def _chunks(request: Request, limit: int) -> AsyncGenerator[bytes]:
         raise _closing(400, f"Content-Length is {shortened(length)}, expected a number")
     if length is not None and (len(length) > 12 or int(length) > limit):
         raise _closing(413, f"the body has {length[:40]} bytes, the limit is {limit}; send less")
-    received = 0
-    async for chunk in request.stream():
+    received, is_whole = 0, False
+    while not is_whole:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, is_whole = message.get("body", b""), not message.get("more_body", False)
         received += len(chunk)
         if received > limit:
             raise _closing(413, f"the body is above the limit of {limit} bytes; send less")
@@ -217,7 +222,13 @@ def message_of(error: Exception) -> str:
     return bounded(error.detail if isinstance(error, HTTPException) else str(error))
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+def is_expected(error: Exception) -> bool:
+    """Return whether an error is an answer, rather than a fault of the server."""
+    return isinstance(error, HTTPException | TfexportError | ClientDisconnect)
+
+
+def refusal_of(error: Exception, path: str) -> Response:
+    """Return the response to a request that raised an error."""
     status, message, headers = _STATUS[outcome_of(error)], message_of(error), None
     if isinstance(error, HTTPException):
         status, headers = error.status_code, error.headers
@@ -228,22 +239,21 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif not isinstance(error, TfexportError):
         message = "internal error; see the server's log"
     elif status == 500:
-        logger.error("%s: %s", request.scope["path"], error)
+        logger.error("%s: %s", path, error)
     body: object = message
-    if request.scope["path"].endswith(OPENAI):
+    if path.endswith(OPENAI):
         kind = "invalid_request_error" if status < 500 else "server_error"
         body = {"message": message, "type": kind, "code": status}
     return JSONResponse({"error": body}, status, headers)
 
 
-HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
-    (HTTPException, TfexportError, ClientDisconnect, Exception), _on_error
-)
+@contextlib.contextmanager
+def while_connected(receive: Receive, *generations: Submitted) -> Iterator[None]:
+    """Cancel generations if the client disconnects, or when the block ends.
 
-
-@contextlib.asynccontextmanager
-async def while_connected(receive: Receive, *generations: Submitted) -> AsyncIterator[None]:
-    """Cancel generations if the client disconnects, or when the block ends."""
+    A task watches the client, which costs more than a short answer, so it starts a little later.
+    """
+    watchers: list[asyncio.Task[None]] = []
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -251,18 +261,20 @@ async def while_connected(receive: Receive, *generations: Submitted) -> AsyncIte
         for generation in generations:
             generation.cancel()
 
-    watcher = asyncio.create_task(watch())
+    start = asyncio.get_running_loop().call_later(WATCH_AFTER_S, lambda: watchers.append(asyncio.create_task(watch())))
     try:
         yield
     finally:
-        watcher.cancel()
+        start.cancel()
+        for watcher in watchers:
+            watcher.cancel()
         for generation in generations:
             generation.cancel()
 
 
 async def answers_of(request: Request, generations: Sequence[Submitted]) -> list[list[Any]]:
     """Wait for the answers of generations; cancel them if the client disconnects."""
-    async with while_connected(request.receive, *generations):
+    with while_connected(request.receive, *generations):
         answers = []
         for number, generation in enumerate(generations, 1):
             try:
@@ -290,7 +302,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events; raise if the first one is an error."""
-        async with while_connected(receive, self._generation), contextlib.aclosing(self._events) as events:
+        with while_connected(receive, self._generation):
+            await self._stream(send)
+
+    async def _stream(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})

@@ -1,86 +1,26 @@
-"""Wrap the app with ASGI middleware: bearer tokens and limits of bodies."""
+"""Require bearer tokens with ASGI middleware."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import re
 import stat
-import time
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tfexport.errors import ConfigError
-from tfexport.serve.config import HttpConfig
-from tfexport.serve.http import RETRY_AFTER_S, RequestError
 from tfexport.serve.routes import ui
 
 logger = logging.getLogger(__name__)
 # Probes and the files of the page need no token; these paths reveal nothing about models or texts.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}) | ui.PATHS
 MIN_CHARACTERS = 16
-MAX_UPLOADS = 16  # largest uploads that fit into memory together
 # The syntax of RFC 6750.
 _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_CHARACTERS},}}=*")
-
-
-class BodyLimits:
-    """Refuse bodies that are slow or too many, and end responses that are not read.
-
-    Slow bodies get 408. If all large bodies together exceed the memory for them, further ones get 429.
-    """
-
-    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
-        self._app, self._config = app, config
-        self._uploaded = 0  # bytes of open requests above `max_body_bytes` of each
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app with limits on `receive` and `send`."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        config, end = self._config, time.monotonic() + self._config.body_timeout_s
-        is_whole = is_late = False
-        num_bytes = -config.max_body_bytes
-
-        async def receive_in_time() -> Message:
-            nonlocal is_whole, num_bytes
-            if is_whole:  # the next message reports that the client disconnected
-                return await receive()
-            try:
-                async with asyncio.timeout(min(config.read_timeout_s, end - time.monotonic())):
-                    message = await receive()
-            except TimeoutError:
-                raise RequestError(408, "the body was sent too slowly", {"Connection": "close"}) from None
-            before, num_bytes = num_bytes, num_bytes + len(message.get("body", b""))
-            self._uploaded += max(0, num_bytes) - max(0, before)
-            if self._uploaded > MAX_UPLOADS * config.max_upload_bytes:
-                headers = {"Connection": "close", "Retry-After": str(RETRY_AFTER_S)}
-                raise RequestError(429, "the server is receiving too many large requests; try again later", headers)
-            is_whole = not message.get("more_body", False)
-            return message
-
-        async def send_in_time(message: Message) -> None:
-            nonlocal is_late
-            try:
-                async with asyncio.timeout(config.max_send_s):
-                    await send(message)
-            except TimeoutError:
-                is_late = True
-                raise
-
-        try:
-            await self._app(scope, receive_in_time, send_in_time)
-        except TimeoutError:
-            if not is_late:
-                raise
-            logger.info("%s: the client does not read the response", scope["path"])
-        finally:
-            self._uploaded -= max(0, num_bytes)
 
 
 class BearerTokens:
