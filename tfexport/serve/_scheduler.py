@@ -24,9 +24,11 @@ from tfexport.serve.observer import Observer
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.5  # an idle thread reports that it is alive at least this often
-# Several steps run in one call for at most this time, because arriving requests have to wait for the call.
+# Several steps run in one call for at most this time, because arriving requests have to wait for the call. As long may
+# sources be encoded, because running requests have to wait, but always this many tokens.
 TOGETHER_S = 0.005
-NEWEST = 0.2  # weight of the newest step in the moving average of step times
+LEAST_BUDGET = 128
+NEWEST = 0.2  # weight of the newest step or encoder run in the moving average of times
 HELD_STEPS = 8  # maximum steps that free slots wait, so that several requests join together
 RATE_WINDOW = 64  # departures that the queue's rate is estimated from
 MAX_RETRY_AFTER_S = 60
@@ -152,18 +154,23 @@ class Scheduler:
         self._session, self._waiting, self._observer = session, waiting, observer
         # If later jobs cannot join the batch, all waiting jobs are encoded together.
         can_join = session.spec.has_decoder and session.batch().can_join
-        self._budget = config.encoder_budget if can_join else sys.maxsize
+        self._fixed_budget = config.encoder_budget if can_join else sys.maxsize
         self._loop = Loop(session, self.slots)
         self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
         self._entering: deque[Request] = deque()  # running parts that are not encoded yet
         self._beginning: set[Job] = set()  # jobs that get their first token in the next step
         self._held_at: int | None = None  # number of steps when free slots began to wait for more
-        self._step_s = TOGETHER_S
+        self._step_s, self._token_s = TOGETHER_S, TOGETHER_S / LEAST_BUDGET
         self._is_held = False
 
     @property
     def is_busy(self) -> bool:
         return bool(self._running or len(self._waiting))
+
+    @property
+    def _budget(self) -> int:
+        """Number of source tokens, including padding, to encode between two steps."""
+        return self._fixed_budget or max(LEAST_BUDGET, int(TOGETHER_S / self._token_s))
 
     def step(self) -> list[Event]:
         now = time.monotonic()
@@ -183,14 +190,14 @@ class Scheduler:
         return [Event(job, outcome=job.late()) for job in ended if job.status is not Status.CANCELLED]
 
     def _add(self) -> list[Event]:
-        start, events, budget = time.monotonic(), list[Event](), self._budget
+        start, events, before = time.monotonic(), list[Event](), 0
         self._is_held = False
         if not self._entering and len(self._waiting):
             for job in self._waiting.take(self._choose):
                 job.joined = start
                 self._observer.joined(start - job.arrived, job.source_length)
                 if job.is_encoded_before:
-                    budget -= job.source_length
+                    before += job.source_length
                 try:
                     job.expand(self._session)
                 except (InputError, BackendError) as error:  # only this job fails
@@ -200,16 +207,19 @@ class Scheduler:
                     events.append(Event(job, job.request.prompt[1:]))
                 self._running |= {part.id: (job, part) for part in job.parts}
                 self._entering += job.parts
-        if parts := self._take_entering(budget):
+        if parts := self._take_entering(before):
             self._loop.submit(parts)
             self._loop.admit()
-            self._observer.encoded(time.monotonic() - start)
+            took_s = time.monotonic() - start
+            tokens = max(part.source_length for part in parts) * len(parts) + before
+            self._token_s += NEWEST * (took_s / tokens - self._token_s)
+            self._observer.encoded(took_s)
         self._is_held = self._is_held or bool(self._entering)
         return events
 
     def _choose(self, waiting: list[Job]) -> list[Job]:
         """Select the oldest jobs that fit; the first may exceed the encoder's budget."""
-        free = self.slots - self._count_rows()
+        free, budget = self.slots - self._count_rows(), self._budget
         if self._wait_for_slots(free):
             return []
         chosen: list[Job] = []
@@ -220,7 +230,7 @@ class Scheduler:
             if job.num_rows > free:
                 break
             longest = max(longest, job.source_length)
-            if chosen and longest * (num_sources + 1) > self._budget:
+            if chosen and longest * (num_sources + 1) > budget:
                 self._is_held = True
                 break
             chosen.append(job)
@@ -237,13 +247,13 @@ class Scheduler:
             self._held_at = self._loop.num_steps
         return self._loop.num_steps - self._held_at < HELD_STEPS
 
-    def _take_entering(self, budget: int) -> list[Request]:
-        """Take at least one source to encode, unless alternatives used the budget."""
+    def _take_entering(self, before: int) -> list[Request]:
+        """Take at least one source to encode, unless tokens were encoded before, for alternatives or a language."""
         parts: list[Request] = []
-        longest = 0
+        longest, budget = 0, self._budget - before
         while self._entering:
             longest = max(longest, self._entering[0].source_length)
-            if (parts or budget < self._budget) and longest * (len(parts) + 1) > budget:
+            if (parts or before) and longest * (len(parts) + 1) > budget:
                 break
             part = self._entering.popleft()
             job, _ = self._running[part.id]

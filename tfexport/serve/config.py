@@ -22,12 +22,14 @@ class ServingConfig(Config, subject="serving"):
     """Limit concurrent and waiting requests, and their time.
 
     A request uses `num_beams` or `num_return_sequences` slots. While the sources of new requests are encoded, running
-    requests wait; `encoder_budget` limits the source tokens, including padding, that are encoded between two steps. At
-    least one source is always encoded.
+    requests wait; `encoder_budget` limits the source tokens, including padding, that are encoded between two steps. By
+    default they take about 5 ms, but are at least 128. At least one source is always encoded.
     """
 
     slots: Annotated[int, Ge(1), Le(4096), Help("Maximum rows of each model in a decoder step.")] = 32
-    encoder_budget: Annotated[int, Ge(1), Le(1_000_000), Help("Source tokens to encode between two steps.")] = 128
+    encoder_budget: Annotated[
+        int | None, Ge(1), Le(1_000_000), Help("Source tokens to encode between two steps; by default, for 5 ms.")
+    ] = None
     max_waiting: Annotated[int, Ge(1), Le(1_000_000), Help("Maximum waiting requests of each model.")] = 256
     max_waiting_tokens: Annotated[int, Ge(1), Le(1_000_000_000), Help("Maximum waiting source tokens.")] = 65_536
     max_num_beams: Annotated[int, Ge(1), Le(64), Help("Maximum beams of a request.")] = 8

@@ -34,7 +34,7 @@ STEP_SPIN_US = 1000
 # ONNX Runtime counts items in 32 bits without a check (onnxruntime/core/providers/cuda/tensor/gather_impl.cu).
 MAX_ITEMS = 2**31 - 1
 # Overhead of one encoder run, in tokens: between 20 and 70 for small and large models.
-RUN_TOKENS = 64
+RUN_TOKENS = 16
 # Most attention scores per head in one encoder run. The operators store those of all rows at once, 4 bytes each. Many
 # long sources in one run gain nothing, because one source keeps the processor busy.
 MAX_SCORES = 2**21
