@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tests.decode.marian import EOS, LETTERS, NUM_TEXTS, PAD, TOKENIZER, VOCAB, Pair, make_pair, text_of, their_settings
 from tfexport.decode._greedy import distribution
 from tfexport.decode._history import History
-from tfexport.decode._processors import Processors
+from tfexport.decode._processors import Processors, sampling_filters
 from tfexport.decode.offline import decode
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis
@@ -255,7 +255,8 @@ def test_processors_on_random_logits(pair: Pair, seed: int) -> None:
         new = np.full(len(rows), num_new)
         ids, log_probs = (each[:, :wanted] for each in processors.apply(found, history, new, new + 20))
         if config.do_sample:
-            log_probs, expected = distribution(log_probs, config), np.exp(expected)
+            filters = {name: getattr(config, name) for name in sampling_filters(config)}
+            log_probs, expected = distribution(log_probs, config.temperature, filters), np.exp(expected)
             expected /= expected.sum(1, keepdims=True)
         elif config.num_beams == 1 and not config.renormalize_logits:
             expected = expected - normalizer

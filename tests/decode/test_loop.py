@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.decode.scripted import ScriptedSession, drawn
 from tests.runtime.joining import alone, differing, random_requests
+from tfexport.decode import _options
 from tfexport.decode._search import Outcome
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, Status, check_requests
@@ -94,3 +97,42 @@ def test_ids_and_statuses_of_requests() -> None:
         seen += [first.status] * (first.status is not seen[-1])
     assert seen == [Status.WAITING, Status.RUNNING, Status.DONE]
     assert second.status is Status.DONE
+
+
+def differing_rows(rng: np.random.Generator) -> list[DecodeConfig]:
+    """Return options of 30 rows of five kinds, each row with values of its own."""
+    kinds: list[dict[str, object]] = []
+    for row in range(6):
+        tokens = tuple(rng.choice(np.arange(3, 16), 2, replace=False).tolist())
+        kinds += [
+            {"repetition_penalty": 1.1 + row / 5},
+            {"no_repeat_ngram_size": 1 + row % 3, "suppress_tokens": tokens},
+            {"min_new_tokens": 1 + row, "bad_words_ids": ((tokens[0],),)},
+            {"min_length": 2 + row, "begin_suppress_tokens": tokens},
+            {"do_sample": True, "seed": row, "temperature": 0.5 + row / 4, "top_k": 3 + row, "top_p": 0.5 + row / 12},
+        ]
+    return [DecodeConfig(**one) for one in kinds]
+
+
+def test_rows_with_values_of_their_own_share_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [
+        make_request(text, one, stream=False) for text, one in enumerate(differing_rows(np.random.default_rng(3)))
+    ]
+    expected = alone(SESSION, requests)
+    calls: Counter[str] = Counter()
+    for name in ("RepetitionPenalty", "NoRepeatNgram", "Suppress", "MinLength"):
+        kind = getattr(_options, name)
+
+        def counted(self: _options.Processor, *arguments: Any, apply: Any = kind.apply) -> Any:
+            calls[type(self).__name__] += 1
+            return apply(self, *arguments)
+
+        monkeypatch.setattr(kind, "apply", counted)
+    loop, found = Loop(SESSION, 30), dict[int, Outcome]()
+    loop.submit(requests)
+    found |= {update.request.text: update.outcome for update in loop.step(1) if update.outcome is not None}
+    # MinLength is of two kinds, those of min_new_tokens and of min_length, and Suppress of two.
+    assert calls == {"RepetitionPenalty": 1, "NoRepeatNgram": 1, "Suppress": 2, "MinLength": 2}
+    while loop.is_busy:
+        found |= {update.request.text: update.outcome for update in loop.step() if update.outcome is not None}
+    assert not differing(found, expected)

@@ -16,12 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from tfexport.contract import ModelSpec
+from tfexport.decode._processors import Processors
 from tfexport.decode._search import Outcome, Search, is_any, is_broken, nan_error, no_token_error, repaired
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
+from tfexport.decode.stops import is_stopped
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask
+from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask, rows_of
 
 _SCORE = attrgetter("score")
 
@@ -64,8 +66,10 @@ class BeamSearch(Search):
     """Beam search with num_beams beams per source."""
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        super().__init__(config, spec)
-        self._config = config
+        super().__init__(spec)
+        self.width = config.num_beams
+        self._config, self._processors = config, Processors(config, spec)
+        self._ends, self.stop_ids = self._processors.ends, self._processors.stop_ids
         # `width` beams continue even if each of the best beams ends with each of the end tokens.
         self._num_extensions = (1 + len(self._ends.ids)) * self.width
         self._divisors = _divisors(spec.max_target_length, config.length_penalty)
@@ -75,6 +79,7 @@ class BeamSearch(Search):
 
     def add(self, requests: Sequence[Request]) -> None:
         super().add(requests)
+        self._processors.add([request for request in requests for _ in range(self.width)])
         running = np.full((len(requests), self.width), -np.inf, np.float32)
         running[:, 0] = [request.log_prob for request in requests]
         self._running = np.concatenate((self._running, running))
@@ -83,6 +88,7 @@ class BeamSearch(Search):
 
     def keep(self, sources: Ids) -> None:
         super().keep(sources)
+        self._processors.keep(rows_of(sources, self.width))
         self._running = self._running[sources]
         self._finished.keep(sources)
         self._steps_left = int((self._limits - self._num_new).min()) if sources.size else 0
@@ -105,8 +111,8 @@ class BeamSearch(Search):
         if not self._steps_left:
             ends |= (self._num_new == self._limits)[:, None]
         stopped, late = None, None
-        if self._stops.are_set:
-            stopped, late = self._stopped(best, done), self._stops.are_late()
+        if self._has_stops:
+            stopped, late = self._stopped(best, done), self._deadlines.are_late()
             ends |= stopped | late[:, None]
         going = best
         if is_any(ends):
@@ -138,7 +144,7 @@ class BeamSearch(Search):
         for place, number in np.argwhere(best.log_probs > -np.inf).tolist():
             token_ids = [*self.history.row(best.rows[place, number])[1:], int(best.token_ids[place, number])]
             try:
-                stopped[place, number] = self._stops.is_stopped(self.requests[place], token_ids)
+                stopped[place, number] = is_stopped(self.requests[place], token_ids)
             except BackendError as error:
                 done.setdefault(place, error)
         return stopped
@@ -154,7 +160,7 @@ class BeamSearch(Search):
         for place, row, token, log_prob, score, at_stop in zip(
             places, rows, token_ids, log_probs, scores[better].tolist(), are_stopped, strict=True
         ):
-            reason = finish_reason(token, self._ends, is_stopped=at_stop, is_full=full[place])
+            reason = finish_reason(token, self._ends.ids, is_stopped=at_stop, is_full=full[place])
             ids = (*self.history.row(row)[1:], token)
             self._finished.add(place, Hypothesis(ids, score, log_prob, reason))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,14 @@ from tfexport.runtime.session import ONE, Ids
 
 # Initial room in tokens. It doubles when full, because few texts reach the limit.
 FIRST_ROOM = 128
+
+
+class Tokens(NamedTuple):
+    """The tokens of some rows, with the names of `History`."""
+
+    tokens: Ids
+    lengths: Ids
+    longest: int
 
 
 class History:
@@ -26,6 +35,12 @@ class History:
     def tokens(self) -> Ids:
         """All rows, int64 [rows, longest]; a view that the next step overwrites."""
         return self._tokens[:, : self.longest]
+
+    def of(self, rows: Ids) -> Tokens:
+        """Return the tokens of some rows."""
+        lengths = self.lengths.take(rows)
+        longest = max(lengths.tolist())
+        return Tokens(self._tokens[:, :longest].take(rows, 0), lengths, longest)
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
         new = list(prompts)

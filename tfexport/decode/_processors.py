@@ -1,81 +1,43 @@
-"""Apply logits processors, the options that change which tokens may come next.
+"""Apply the logits processors that options need, in the order of Hugging Face transformers.
 
-They do the same as those of Hugging Face transformers, in the same order, but on the best candidates instead of the
-whole vocabulary: if a processor can lower at most n tokens of a row, the best k of the row are among its k + n best
-candidates. To add an option, add a field to `DecodeConfig` and a line to `_processors`.
+Rows of one kind share their processors, which apply to all of them at once. To add an option, add a field to
+`DecodeConfig`, a processor, a line to `_processors`, and one to `kind_of`.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+import operator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tfexport.contract import ModelSpec
-from tfexport.decode._history import History
+from tfexport.decode import _options as options
+from tfexport.decode._history import History, Tokens
 from tfexport.decode.request import Request
 from tfexport.decode.result import Ends
-from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask
-from tfexport.runtime.sources import pad_right
-
-# Most suppressed tokens with which several steps are taken at once: each adds a candidate to every step.
-FEW = 16
-ALL = 2**31  # more candidates than any vocabulary has
-
-
-class Rows(NamedTuple):
-    """The rows of a step."""
-
-    history: History
-    num_new: Ids  # tokens that each source has generated, [sources]
-    limits: Ids  # most tokens that each source may generate, [sources]
-    width: int  # rows of a source
-
-
-class Processor:
-    """One decoding option for the rows of one search; by default without effect."""
-
-    takes_logits: ClassVar[bool] = True  # if there are no beams; otherwise always log-probabilities
-    leaves_best: bool = False  # whether the best token stays the best, unless it is one of `stop_ids`
-    stop_ids: frozenset[int] = frozenset()  # tokens that end steps taken at once if they are the best
-    requests: tuple[Request, ...] = ()  # of each row
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Append a row for each request."""
-        self.requests = (*self.requests, *requests)
-
-    def keep(self, rows: Ids) -> None:
-        """Remove all rows except `rows`, int64 [new rows]."""
-        self.requests = tuple(self.requests[row] for row in rows.tolist())
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        """Return how many candidates `apply` needs to return the `wanted` best."""
-        return wanted
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        """Change the scores of candidates, [rows, num_candidates], and sort them again.
-
-        Scores are logits or log-probabilities, best first, equal ones in order of id. Banned tokens get -inf.
-        """
-        return token_ids, scores
+from tfexport.generation import SAMPLING_OPTIONS, DecodeConfig
+from tfexport.runtime.session import Candidates, Floats, Ids
 
 
 class Processors:
-    """The processors of one configuration for the rows of one search."""
+    """The processors of rows of one kind, which a configuration stands for."""
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
         self.ends, self._vocab = Ends(config.ends(spec.tokens.eos)), spec.vocab
         self._all = list(_processors(config, self.ends, spec))
         if config.renormalize_logits and self._all and not config.do_sample:  # otherwise they are normalized
-            self._all.append(_Renormalize())
+            self._all.append(options.Renormalize())
         self._on_logits = [processor for processor in self._all if processor.takes_logits and config.num_beams == 1]
         self._on_log_probs = [processor for processor in self._all if processor not in self._on_logits]
-        self.stop_ids = frozenset(self.ends.ids).union(*(processor.stop_ids for processor in self._all))
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end steps taken at once if they are the best."""
+        return frozenset(self.ends.ids).union(*(processor.stop_ids for processor in self._all))
 
     @property
     def leave_best(self) -> bool:
@@ -90,352 +52,96 @@ class Processors:
         for processor in self._all:
             processor.keep(rows)
 
-    def num_candidates(self, wanted: int, history: History) -> int:
+    def num_candidates(self, wanted: int, history: History | Tokens) -> int:
         for processor in reversed(self._all):  # the last one receives what the others return
             wanted = processor.num_candidates(wanted, history)
         return min(wanted, self._vocab)
 
-    def apply(self, found: Candidates, history: History, num_new: Ids, limits: Ids) -> tuple[Ids, Floats]:
+    def apply(self, found: Candidates, history: History | Tokens, num_new: Ids, limits: Ids) -> tuple[Ids, Floats]:
         """Process at least `num_candidates` candidates; return log-probabilities."""
-        token_ids, log_probs = found.token_ids, found.log_probs
-        if self._all:
-            rows = Rows(history, num_new, limits, len(token_ids) // num_new.size)
-            if self._on_logits:
-                scores = found.logits
-                for processor in self._on_logits:
-                    token_ids, scores = processor.apply(rows, token_ids, scores)
-                log_probs = scores - found.log_normalizer[:, None]
-            for processor in self._on_log_probs:
-                token_ids, log_probs = processor.apply(rows, token_ids, log_probs)
+        rows = options.Rows(history, num_new, limits, len(found.token_ids) // num_new.size)
+        token_ids, scores = found.token_ids, found.logits
+        for processor in self._on_logits:
+            token_ids, scores = processor.apply(rows, token_ids, scores)
+        log_probs = scores - found.log_normalizer[:, None]
+        for processor in self._on_log_probs:
+            token_ids, log_probs = processor.apply(rows, token_ids, log_probs)
         return token_ids, log_probs
 
 
-class _Membership:
-    def __init__(self, vocab: int) -> None:
-        # The table [rows, vocab] is large, so it is reused and only the marks are cleared.
-        self._marks: NDArray[np.bool_] = np.zeros((0, vocab + 1), np.bool_)
-
-    def __call__(self, members: Ids, token_ids: Ids) -> Mask:
-        """Return which of `token_ids` [rows, k] are among `members` [rows, n]."""
-        if len(self._marks) < len(members):
-            self._marks = np.zeros((len(members), self._marks.shape[1]), np.bool_)
-        rows = np.arange(len(members))[:, None]
-        self._marks[rows, members] = True
-        found: Mask = self._marks[rows, token_ids]
-        self._marks[rows, members] = False
-        return found
-
-
-def _sorted(token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-    order, rows = np.lexsort((token_ids, -scores)), np.arange(len(scores))[:, None]
-    return token_ids[rows, order], scores[rows, order]
-
-
-def _ban(banned: Mask, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-    if not np.count_nonzero(banned):  # the candidates are in order already
-        return token_ids, scores
-    order, rows = banned.argsort(1, kind="stable"), np.arange(len(banned))[:, None]
-    return token_ids[rows, order], np.where(banned, -np.inf, scores)[rows, order]
-
-
-class _SequenceBias(Processor):
-    """Adds a bias to tokens that complete a sequence."""
-
-    def __init__(self, biases: Mapping[tuple[int, ...], float], vocab: int) -> None:
-        self._single: Floats = np.zeros(vocab, np.float32)
-        self._followers: dict[tuple[int, ...], list[tuple[int, float]]] = {}
-        self._found: list[tuple[int, int, float]] = []  # row, token and bias, after the last `num_candidates`
-        for (*begun, last), bias in biases.items():
-            if begun:
-                self._followers.setdefault(tuple(begun), []).append((last, bias))
-            else:
-                self._single[last] = bias
-        self._sizes = sorted(set(map(len, self._followers)))
-        self._num_single = ALL if (self._single > 0).any() else int(np.count_nonzero(self._single))
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        self._found, lengths = [], history.lengths.tolist()
-        for size in self._sizes:
-            for row, begun in enumerate(_newest(history, size).tolist()):
-                if lengths[row] >= size and (followers := self._followers.get(tuple(begun))):
-                    self._found += [(row, *follower) for follower in followers]
-        if any(bias > 0 for _, _, bias in self._found):
-            return ALL  # any token may become the best
-        return wanted + self._num_single + max(Counter(row for row, _, _ in self._found).values(), default=0)
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        if not (self._num_single or self._found):
-            return token_ids, scores
-        scores = scores + self._single[token_ids]
-        for row, token, bias in self._found:
-            scores[row, token_ids[row] == token] += bias
-        return _sorted(token_ids, scores)
-
-
-class _RepetitionPenalty(Processor):
-    def __init__(self, penalty: float, vocab: int) -> None:
-        self._penalty, self._contains = penalty, _Membership(vocab)
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        # A penalty below 1 raises scores, so any token may become the best.
-        return ALL if self._penalty < 1 else wanted + history.longest
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        penalized = np.where(scores < 0, scores * self._penalty, scores / self._penalty)
-        return _sorted(token_ids, np.where(self._contains(rows.history.tokens, token_ids), penalized, scores))
-
-
-class _NoRepeatNgram(Processor):
-    """Bans the last tokens of the n-grams that the history has begun."""
-
-    def __init__(self, size: int, vocab: int) -> None:
-        self._size, self._vocab, self._contains = size, vocab, _Membership(vocab)
-        self._found: Ids | None = None  # after the last `num_candidates`, [rows, n], padded with `vocab`
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        (tokens, lengths), size, self._found = self._read(history), self._size, None
-        num_ngrams = tokens.shape[1] - size + 1
-        if num_ngrams < 1:
-            return wanted
-        begun = _newest(history, size - 1)
-        matches: Mask = (np.arange(num_ngrams) <= lengths[:, None] - size) & (history.lengths >= size - 1)[:, None]
-        for place in range(size - 1):
-            matches &= tokens[:, place : place + num_ngrams] == begun[:, place, None]
-        if not matches.any():
-            return wanted
-        self._found = np.where(matches, tokens[:, size - 1 :], self._vocab)
-        return wanted + int((self._found < self._vocab).sum(1).max())
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        if self._found is None:
-            return token_ids, scores
-        return _ban(self._contains(self._found, token_ids), token_ids, scores)
-
-    def _read(self, history: History) -> tuple[Ids, Ids]:
-        return history.tokens, history.lengths
-
-
-class _EncoderNoRepeatNgram(_NoRepeatNgram):
-    def _read(self, history: History) -> tuple[Ids, Ids]:
-        tokens, is_token = pad_right([request.source for request in self.requests], self._vocab)
-        # If the source has a larger vocabulary, its other ids ban nothing.
-        return tokens.clip(max=self._vocab), is_token.sum(1)
-
-
-def _newest(history: History, count: int) -> Ids:
-    """Return the last `count` tokens of each row; undefined for shorter rows."""
-    places = history.lengths[:, None] - np.arange(count, 0, -1)
-    return np.take_along_axis(history.tokens, places.clip(min=0), 1)
-
-
-class _MinLength(Processor):
-    leaves_best = True
-
-    def __init__(self, config: DecodeConfig, ends: Ends) -> None:
-        self._min_length, self._min_new, self._ends = config.min_length, config.min_new_tokens, ends
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        return wanted + len(self._ends.ids)
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        counted = rows.history.lengths if self._min_length else rows.num_new
-        least, lengths = self._min_length or self._min_new, counted.tolist()  # faster than NumPy for a few rows
-        if min(lengths) >= least:
-            return token_ids, scores
-        banned = self._ends.among(token_ids)
-        if max(lengths) >= least:
-            banned &= (counted < least).repeat(len(banned) // counted.size)[:, None]
-        return _ban(banned, token_ids, scores)
-
-
-class _FavoredEnd(Processor):
-    """Raises the scores of end tokens, as `exponential_decay_length_penalty`."""
-
-    def __init__(self, penalty: Sequence[float], ends: Ends) -> None:
-        self._start, self._factor, self._ends = *penalty, ends
-        self._growth: Floats = np.empty(0, np.float32)  # of each row, after the last `num_candidates`
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        begins = np.array([len(request.prompt) - request.num_forced for request in self.requests])
-        late = (history.lengths - begins - self._start).clip(min=0)
-        with np.errstate(over="ignore"):  # a larger factor than 1e30 could overflow later
-            self._growth = (np.minimum(self._factor**late, 1e30) - 1).astype(np.float32)
-        return ALL if (self._growth > 0).any() else wanted + len(self._ends.ids)
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        is_end = self._ends.among(token_ids) & (scores > -np.inf)
-        raised = np.abs(scores, out=np.zeros_like(scores), where=is_end) * self._growth[:, None]
-        return _sorted(token_ids, scores + raised)
-
-
-class _Suppress(Processor):
-    """Bans `suppress_tokens` and the words of one token in `bad_words_ids`."""
-
-    def __init__(self, tokens: frozenset[int], vocab: int) -> None:
-        self.stop_ids, self.leaves_best = tokens, len(tokens) <= FEW
-        self._banned = np.zeros(vocab, np.bool_)
-        self._banned[list(tokens)] = True
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        return wanted + len(self.stop_ids)
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        return _ban(self._banned[token_ids], token_ids, scores)
-
-
-class _SuppressFirst(_Suppress):
-    """Bans `begin_suppress_tokens` as the first token after the prompt."""
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        is_first = rows.history.lengths == np.array([len(request.prompt) for request in self.requests])
-        return _ban(self._banned[token_ids] & is_first[:, None], token_ids, scores)
-
-
-class _Timestamps(Processor):
-    """Rules of Whisper for timestamps, which are the ids from `first`.
-
-    A text begins with one, they come in pairs except before the end, and do not decrease. A row continues with a
-    timestamp if all of them together are likelier than any other token.
-    """
-
-    def __init__(self, first: int, max_initial: int | None, end: int) -> None:
-        self._first, self._end = first, end
-        self._last_initial = ALL if max_initial is None else first + max_initial
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        return ALL  # the probability of all timestamps counts
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        tokens, lengths = rows.history.tokens, rows.history.lengths
-        begins = np.array([len(request.prompt) for request in self.requests])
-        every, places = np.arange(lengths.size), np.arange(tokens.shape[1])
-        was_time = (tokens >= self._first) & (begins[:, None] <= places) & (places < lengths[:, None])
-        latest = np.where(was_time, places, -1).max(1)
-        is_last = latest == lengths - 1
-        is_second = is_last & (was_time[every, lengths - 2] | (lengths - begins < 2))
-        is_first = is_last & ~is_second
-        least = np.where(latest < 0, self._first, tokens[every, latest] + ~is_first)
-        is_time = token_ids >= self._first
-        banned = token_ids == self._first - 1  # `no_timestamps`
-        banned |= is_time & (is_second[:, None] | (token_ids < least[:, None]))
-        banned |= is_first[:, None] & (token_ids < self._end)
-        banned |= (lengths == begins)[:, None] & (~is_time | (token_ids > self._last_initial))
-        allowed = np.where(banned, np.float32(-np.inf), scores)
-        best = allowed.max(1, keepdims=True)
-        shares = np.exp(allowed - np.where(best > -np.inf, best, 0))
-        times, text = np.where(is_time, shares, 0), np.where(is_time, 0, shares)
-        return _ban(banned | ((times.sum(1) > text.max(1))[:, None] & ~is_time), token_ids, scores)
-
-
-class _PrefixBias(Processor):
-    """Bias towards the prefix, as `prefix_bias_beta` of CTranslate2.
-
-    While a row equals its prefix, p becomes (1 - beta) · p, and beta is added for the next token of the prefix.
-    """
-
-    takes_logits = False
-
-    def __init__(self, beta: float, vocab: int) -> None:
-        self._beta, self._vocab, self._num_candidates = beta, vocab, 0
-        self._next_ids: Ids = np.empty(0, np.int64)
-        self.leaves_best = True  # unless a row of the last `num_candidates` follows its prefix
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        self.leaves_best = True
-        if min(history.lengths.tolist()) < max(len(request.biased_prefix) for request in self.requests):
-            self._next_ids, self._num_candidates = self._find_next(history), wanted + 1
-            self.leaves_best = not (self._next_ids >= 0).any()
-        # The token of the prefix may be the worst of all.
-        return wanted if self.leaves_best else ALL
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        if self.leaves_best:
-            return token_ids, scores
-        follows = self._next_ids >= 0
-        # The token of the prefix counts even if it is banned.
-        order = (token_ids != self._next_ids[:, None]).argsort(1, kind="stable")[:, : self._num_candidates]
-        token_ids, log_probs = np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
-        log_probs[follows] += np.float32(math.log1p(-self._beta))
-        log_probs[follows, 0] = np.logaddexp(log_probs[follows, 0], np.float32(math.log(self._beta)))
-        return _sorted(token_ids, log_probs)
-
-    def _find_next(self, history: History) -> Ids:
-        """Return the next token of each row's prefix; -1 if the row does not follow it."""
-        prefixes, is_token = pad_right([request.biased_prefix for request in self.requests], self._vocab)
-        width, lengths = min(prefixes.shape[1], history.longest), history.lengths
-        is_generated = np.arange(width) < lengths[:, None]
-        is_equal = (prefixes[:, :width] == history.tokens[:, :width]) | ~is_generated
-        places = lengths.clip(max=prefixes.shape[1] - 1)
-        follows = (lengths < is_token.sum(1)) & is_equal.all(1)
-        return np.where(follows, prefixes[np.arange(lengths.size), places], -1)
-
-
-class _ForcedEnd(Processor):
-    """Forces `forced_eos_token_id` with log p = 0 if a row has one token left."""
-
-    takes_logits = False
-    leaves_best = True
-
-    def __init__(self, tokens: Iterable[int]) -> None:
-        self._tokens = sorted(set(tokens))
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        return max(wanted, len(self._tokens))
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        last = rows.limits - rows.num_new == 1
-        if not last.any():
-            return token_ids, scores
-        count, last = len(self._tokens), last.repeat(rows.width)
-        token_ids, scores = token_ids.copy(), np.where(last[:, None], np.float32(-np.inf), scores)
-        token_ids[last, :count] = self._tokens
-        scores[last, :count] = 0
-        return token_ids, scores
-
-
-class _Renormalize(Processor):
-    takes_logits = False
-
-    def num_candidates(self, wanted: int, history: History) -> int:
-        return ALL
-
-    def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        shifted = scores - np.where(scores[:, :1] > -np.inf, scores[:, :1], 0)
-        # The best token adds 1, unless every token is banned.
-        return token_ids, shifted - np.log(np.exp(shifted).sum(1, keepdims=True).clip(min=1))
-
-
-def _processors(config: DecodeConfig, ends: Ends, spec: ModelSpec) -> Iterator[Processor]:
+def _processors(config: DecodeConfig, ends: Ends, spec: ModelSpec) -> Iterator[options.Processor]:
     """Yield the processors that the options need, in the order they apply."""
     vocab = spec.vocab
     if config.sequence_bias:
-        yield _SequenceBias(dict(config.sequence_bias), vocab)  # type: ignore[arg-type]  # pairs, as checked
+        yield options.SequenceBias(dict(config.sequence_bias), vocab)  # type: ignore[arg-type]  # pairs, as checked
     if config.repetition_penalty != 1:
-        yield _RepetitionPenalty(config.repetition_penalty, vocab)
+        yield options.RepetitionPenalty(vocab)
     if config.no_repeat_ngram_size:
-        yield _NoRepeatNgram(config.no_repeat_ngram_size, vocab)
+        yield options.NoRepeatNgram(vocab)
     if config.encoder_no_repeat_ngram_size:
-        yield _EncoderNoRepeatNgram(config.encoder_no_repeat_ngram_size, vocab)
-    if words := [word for word in config.bad_words_ids if len(word) > 1]:
-        yield _SequenceBias(dict.fromkeys(words, -np.inf), vocab)
+        yield options.EncoderNoRepeatNgram(vocab)
+    if words := _long_words(config):
+        yield options.SequenceBias(dict.fromkeys(words, -np.inf), vocab)
     if config.bans_ends:
-        yield _MinLength(config, ends)
+        yield options.MinLength(ends)
     if config.exponential_decay_length_penalty:
-        yield _FavoredEnd(config.exponential_decay_length_penalty, ends)
+        yield options.FavoredEnd(config.exponential_decay_length_penalty, ends)
     yield from _banning(config, ends, spec)
     if config.prefix_bias_beta:
-        yield _PrefixBias(config.prefix_bias_beta, vocab)
+        yield options.PrefixBias(config.prefix_bias_beta, vocab)
     if config.forced_ends:
-        yield _ForcedEnd(config.forced_ends)
+        yield options.ForcedEnd(config.forced_ends)
 
 
-def _banning(config: DecodeConfig, ends: Ends, spec: ModelSpec) -> Iterator[Processor]:
-    # As in transformers, an end token is not banned as a bad word.
-    single = {word[0] for word in config.bad_words_ids if len(word) == 1 and word[0] not in ends.ids}
-    if banned := frozenset({*config.suppress_tokens, *single}):
-        yield _Suppress(banned, spec.vocab)
+def _banning(config: DecodeConfig, ends: Ends, spec: ModelSpec) -> Iterator[options.Processor]:
+    if _has_suppressed(config):
+        yield options.Suppress(ends, spec.vocab)
     if config.begin_suppress_tokens:
-        yield _SuppressFirst(frozenset(config.begin_suppress_tokens), spec.vocab)
+        yield options.SuppressFirst(ends, spec.vocab)
     first_timestamp = spec.speech.first_timestamp if spec.speech else None
     if config.return_timestamps and first_timestamp is not None:
-        yield _Timestamps(first_timestamp, config.max_initial_timestamp_index, min(ends.ids))
+        yield options.Timestamps(first_timestamp, config.max_initial_timestamp_index, min(ends.ids))
+
+
+def _long_words(config: DecodeConfig) -> tuple[tuple[int, ...], ...]:
+    return tuple(word for word in config.bad_words_ids if len(word) > 1)
+
+
+def _has_suppressed(config: DecodeConfig) -> bool:
+    return bool(config.suppress_tokens) or len(_long_words(config)) < len(config.bad_words_ids)
+
+
+def sampling_filters(config: DecodeConfig) -> tuple[str, ...]:
+    """Return the filters of sampling that are set, in the order they apply."""
+    return tuple(name for name in SAMPLING_OPTIONS[2:] if getattr(config, name) != getattr(DecodeConfig, name))
+
+
+# Options whose values are equal in all rows of a kind.
+_SHARED = operator.attrgetter(
+    "sequence_bias",
+    "exponential_decay_length_penalty",
+    "return_timestamps",
+    "max_initial_timestamp_index",
+    "prefix_bias_beta",
+    "forced_eos_token_id",
+    "renormalize_logits",
+    "eos_token_id",
+    "do_sample",
+)
+
+
+def kind_of(config: DecodeConfig) -> object:
+    """Return what has to be equal for two rows of greedy search or sampling to share processors."""
+    penalty = config.repetition_penalty
+    sampling = (config.top_k > 0, sampling_filters(config)) if config.do_sample else None
+    return (
+        _SHARED(config),
+        (penalty > 1) - (penalty < 1),
+        config.no_repeat_ngram_size > 0,
+        config.encoder_no_repeat_ngram_size > 0,
+        _long_words(config),
+        config.bans_ends,
+        _has_suppressed(config),
+        bool(config.begin_suppress_tokens),
+        sampling,
+    )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from tfexport.contract import ModelSpec
 from tfexport.decode._history import History
-from tfexport.decode._processors import Processors
 from tfexport.decode.request import Request
-from tfexport.decode.result import Ends, Hypothesis, finish_reason
-from tfexport.decode.stops import Stops
+from tfexport.decode.result import Hypothesis, finish_reason
+from tfexport.decode.stops import Deadlines, is_stopped
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids, Mask, rows_of
@@ -23,34 +22,34 @@ Outcome = list[Hypothesis] | TfexportError
 
 
 class Search(ABC):
-    """Sources with the same options, each of its own length."""
+    """Sources that are decoded together, each of its own length."""
 
-    def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        self.width = config.num_beams  # rows of a source
+    width: int  # rows of a source
+    stop_ids: frozenset[int]  # tokens that end steps taken at once
+
+    def __init__(self, spec: ModelSpec) -> None:
         self.requests: list[Request] = []  # the sources, by place
         self.history = History(spec.vocab)
-        self._processors, self._stops = Processors(config, spec), Stops(config)
-        self._ends, self.stop_ids = self._processors.ends, self._processors.stop_ids
+        self._spec, self._deadlines = spec, Deadlines()
+        self._has_stops = False  # whether any source has stop strings or a time limit
         self._num_new: Ids = np.empty(0, np.int64)
         self._limits: Ids = np.empty(0, np.int64)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append sources."""
         self.requests += requests
-        by_row = [request for request in requests for _ in range(self.width)]
-        self.history.add(request.prompt for request in by_row)
-        self._processors.add(by_row)
-        self._stops.add(requests)
+        self.history.add(request.prompt for request in requests for _ in range(self.width))
+        self._deadlines.add(requests)
+        self._has_stops = self._has_stops or _have_stops(requests)
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
 
     def keep(self, sources: Ids) -> None:
         """Remove all other sources; `sources` are places, in their new order."""
         self.requests = [self.requests[place] for place in sources.tolist()]
-        rows = rows_of(sources, self.width)
-        self.history.keep(rows)
-        self._processors.keep(rows)
-        self._stops.keep(sources)
+        self.history.keep(rows_of(sources, self.width))
+        self._deadlines.keep(sources)
+        self._has_stops = self._has_stops and _have_stops(self.requests)
         self._num_new, self._limits = self._num_new[sources], self._limits[sources]
 
     @property
@@ -79,7 +78,7 @@ class Search(ABC):
         raise NotImplementedError
 
 
-# Options that may differ between the requests of one search.
+# Options of beams that may differ between the requests of one search.
 _OWN = {
     "max_new_tokens",
     "max_length",
@@ -92,8 +91,16 @@ _OWN = {
     "seed",
     "replace_unknowns",
 }
-# Returns the options that have to be equal for two requests to share a search.
-settings = operator.attrgetter(*(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in _OWN))
+_settings = operator.attrgetter(*(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in _OWN))
+
+
+def search_key(config: DecodeConfig) -> object:
+    """Return what has to be equal for two requests of equally many beams to share a search."""
+    return _settings(config) if config.num_beams > 1 else None
+
+
+def _have_stops(requests: Iterable[Request]) -> bool:
+    return any(request.config.stop_strings or request.config.max_time is not None for request in requests)
 
 
 def is_any(mask: Mask) -> bool:
@@ -139,9 +146,9 @@ def no_token_error(request: Request, num_new: int) -> InputError:
 
 def forced_outcome(request: Request, spec: ModelSpec) -> Outcome:
     """Return the outcome of a text that consists of its forced tokens."""
-    ends, ids = Ends(request.config.ends(spec.tokens.eos)), request.prompt[1:]
+    ends, ids = request.config.ends(spec.tokens.eos), request.prompt[1:]
     try:
-        at_stop = Stops(request.config).is_stopped(request, ids)
+        at_stop = is_stopped(request, ids)
     except BackendError as error:
         return error
     reason = finish_reason(ids[-1], ends, is_stopped=at_stop, is_full=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from tfexport.decode._beam import BeamSearch
 from tfexport.decode._greedy import GreedySearch
-from tfexport.decode._search import Outcome, Search, forced_outcome, settings
+from tfexport.decode._search import Outcome, Search, forced_outcome, search_key
 from tfexport.decode._speculation import Speculation
 from tfexport.decode.request import Request, Status
 from tfexport.errors import Cancelled
@@ -167,7 +167,7 @@ class _RunningBatch:
         self.num_steps = 0  # that the last `step` took
         self._session, self._spec = session, session.spec
         self._speculation: Speculation | None = None
-        self._groups: dict[tuple[object, ...], _Group] = {}
+        self._groups: dict[object, _Group] = {}
         self._begin()
 
     def add(self, requests: list[Request]) -> None:
@@ -177,17 +177,18 @@ class _RunningBatch:
         sources = pad_sources(self._spec.source, [request.source for request in requests])
         self.batch.add(sources, [request.prompt for request in requests])
         self.num_sources += len(requests)
-        by_options: dict[tuple[object, ...], list[int]] = {}
-        newest, key = requests[0].config, settings(requests[0].config)
+        by_options: dict[object, list[int]] = {}
+        newest, key = requests[0].config, search_key(requests[0].config)
         for number, request in enumerate(requests):
             request.status = Status.RUNNING
             if request.config is not newest:  # the requests of a call share one
-                newest, key = request.config, settings(request.config)
+                newest, key = request.config, search_key(request.config)
             by_options.setdefault(key, []).append(number)
         for key, numbers in by_options.items():
             if key not in self._groups:
-                search = BeamSearch if self.width > 1 else GreedySearch
-                self._groups[key] = _Group(search(requests[numbers[0]].config, self._spec))
+                config = requests[numbers[0]].config
+                search = BeamSearch(config, self._spec) if self.width > 1 else GreedySearch(self._spec)
+                self._groups[key] = _Group(search)
             self._groups[key].add([requests[number] for number in numbers], first + np.array(numbers))
 
     def _begin(self) -> None:
@@ -284,8 +285,11 @@ class _RunningBatch:
             self.batch.remove(removed)
             for group in self._groups.values():
                 group.remove_done(moved_to)
+            num_groups = len(self._groups)
             self._groups = {key: group for key, group in self._groups.items() if group.places.size}
-            if len(self._groups) == 1:  # then its sources are those of the batch and must be in the same order
+            if (
+                len(self._groups) == 1 < num_groups
+            ):  # then its sources are those of the batch and must be in the same order
                 (group,) = self._groups.values()
                 group.keep(group.places.argsort())
         self.num_sources -= num_done

@@ -17,7 +17,7 @@ from tfexport.decode._search import is_broken, nan_error, no_token_error
 from tfexport.decode.loop import Loop, check_cancelled, run_loop
 from tfexport.decode.request import Request, TextOf, check_requests
 from tfexport.decode.result import Hypothesis
-from tfexport.decode.stops import Stops
+from tfexport.decode.stops import is_stopped
 from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids, Session
@@ -157,7 +157,7 @@ def _next_tokens(session: Session, requests: Sequence[Request]) -> tuple[Ids, Fl
 
 def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Floats) -> list[Request]:
     config, num_new = request.config, request.num_forced + 1
-    ends, stops = config.ends(session.spec.tokens.eos), Stops(config)
+    ends = config.ends(session.spec.tokens.eos)
     allowed = [pair for pair in zip(token_ids.tolist(), log_probs.tolist(), strict=True) if pair[1] > -np.inf]
     if not allowed:
         raise no_token_error(request, request.num_forced)
@@ -165,7 +165,7 @@ def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Float
     expanded = []
     for rank, (token, log_prob) in enumerate(allowed[: config.num_return_sequences]):
         prompt = (*request.prompt, token)
-        is_last = token in ends or num_new == request.max_new_tokens or stops.is_stopped(request, prompt[1:])
+        is_last = token in ends or num_new == request.max_new_tokens or is_stopped(request, prompt[1:])
         changes = {"prompt": prompt, "config": single, "num_forced": num_new, "log_prob": log_prob}
         expanded.append(dataclasses.replace(request, **changes, is_answered=is_last, sample=rank))
     return expanded

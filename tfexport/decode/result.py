@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,8 +48,8 @@ class Ends:
         return found
 
 
-def finish_reason(token_id: int, ends: Ends, *, is_stopped: bool, is_full: bool) -> FinishReason:
+def finish_reason(token_id: int, ends: Collection[int], *, is_stopped: bool, is_full: bool) -> FinishReason:
     """Return why a hypothesis ended."""
-    if token_id in ends.ids:
+    if token_id in ends:
         return "eos"
     return "stop" if is_stopped else "length" if is_full else "time"

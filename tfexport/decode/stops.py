@@ -10,7 +10,6 @@ import numpy as np
 
 from tfexport.decode.request import Request, TextOf
 from tfexport.errors import BackendError
-from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Ids, Mask
 
 # Byte-level tokenizers decode an incomplete character to this.
@@ -29,43 +28,40 @@ def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: TextOf) 
     return min((start + len(string) for start, string in starts if start >= 0), default=None)
 
 
-class Stops:
-    """Stop strings and deadlines of the sources of one search."""
+def is_stopped(request: Request, token_ids: Sequence[int]) -> bool:
+    """Return whether the last token has completed a stop string."""
+    strings = request.config.strings
+    if not strings or request.text_of is None:
+        return False
+    try:
+        return stop_end(token_ids, strings, request.text_of) is not None
+    except Exception as error:  # raised by the tokenizer or by a function of the caller
+        raise BackendError(
+            f"decode: the tokens of {request.name} cannot be decoded to find stop strings: {error!r}; "
+            "check the tokenizer, or leave stop_strings out",
+            indices=[request.text],
+        ) from error
 
-    def __init__(self, config: DecodeConfig) -> None:
-        self._strings, self._max_time = config.strings, config.max_time
-        self.are_set = bool(self._strings) or self._max_time is not None
-        self._deadlines = np.empty(0)
+
+class Deadlines:
+    """Time limits of the sources of one search."""
+
+    def __init__(self) -> None:
+        self._ends = np.empty(0)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append sources; their time limits start now."""
-        if not self.are_set:
-            return
-        deadline = np.inf if self._max_time is None else time.monotonic() + self._max_time
-        self._deadlines = np.concatenate((self._deadlines, np.full(len(requests), deadline)))
+        limits = [np.inf if (limit := request.config.max_time) is None else limit for request in requests]
+        self._ends = np.concatenate((self._ends, np.add(limits, time.monotonic())))
 
     def keep(self, sources: Ids) -> None:
         """Remove all other sources."""
-        if self.are_set:
-            self._deadlines = self._deadlines[sources]
+        self._ends = self._ends[sources]
 
     def are_late(self) -> Mask:
         """Return which sources have exceeded their time limit, bool [sources]."""
-        late: Mask = time.monotonic() > self._deadlines
+        late: Mask = time.monotonic() > self._ends
         return late
-
-    def is_stopped(self, request: Request, token_ids: Sequence[int]) -> bool:
-        """Return whether the last token has completed a stop string."""
-        if not self._strings or request.text_of is None:
-            return False
-        try:
-            return stop_end(token_ids, self._strings, request.text_of) is not None
-        except Exception as error:  # raised by the tokenizer or by a function of the caller
-            raise BackendError(
-                f"decode: the tokens of {request.name} cannot be decoded to find stop strings: {error!r}; "
-                "check the tokenizer, or leave stop_strings out",
-                indices=[request.text],
-            ) from error
 
 
 class Pieces:
