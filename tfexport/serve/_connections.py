@@ -45,6 +45,34 @@ def reserve_files(max_connections: int) -> int:
         return min(BACKLOG, left)
 
 
+class _Joined:
+    """A transport that sends together what is written in one turn of the event loop, such as head and body.
+
+    Each system call releases the interpreter, which another thread may then hold for a while.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._parts = transport, list[bytes]()
+        self._loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """Limit connections and the heads of requests in uvicorn's HTTP protocol.
 
@@ -55,7 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Refuse a connection above the limit."""
-        super().connection_made(transport)
+        super().connection_made(_Joined(transport))  # type: ignore[arg-type]
         self._head_bytes, self._is_in_head = 0, True
         self._wait_for_head()
         if len(self.connections) > self.max_connections:

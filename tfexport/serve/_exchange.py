@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
+from collections.abc import Coroutine, Generator
+from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Send
 
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.http import RETRY_AFTER_S, RequestError
 
+T = TypeVar("T")
 MAX_UPLOADS = 16  # largest uploads that fit into memory together
 
 
@@ -38,8 +42,8 @@ class Exchange:
             return await self._receive()
         config, uploads = self._config, self._uploads
         try:
-            async with asyncio.timeout(min(config.read_timeout_s, self._end - time.monotonic())):
-                message = await self._receive()
+            left_s = min(config.read_timeout_s, self._end - time.monotonic())
+            message: Message = await _in_time(self._receive(), left_s)
         except TimeoutError:
             raise RequestError(408, "the body was sent too slowly", {"Connection": "close"}) from None
         before, self._num_bytes = self._num_bytes, self._num_bytes + len(message.get("body", b""))
@@ -54,8 +58,7 @@ class Exchange:
         """Send a part of the response within the time limit."""
         self.has_begun = True
         try:
-            async with asyncio.timeout(self._config.max_send_s):
-                await self._send(message)
+            await _in_time(self._send(message), self._config.max_send_s)
         except TimeoutError:
             self.is_late = True
             raise
@@ -63,3 +66,31 @@ class Exchange:
     def close(self) -> None:
         """Count the body no more."""
         self._uploads.num_bytes -= max(0, self._num_bytes)
+
+
+async def _in_time(call: Any, seconds: float) -> Any:
+    """Await a coroutine for at most this time.
+
+    Most calls end without waiting, and setting a timer for them would take longer than they do.
+    """
+    try:
+        waits_for = call.send(None)
+    except StopIteration as ended:
+        return ended.value
+    async with asyncio.timeout(seconds):
+        return await _continued(call, waits_for)
+
+
+@types.coroutine
+def _continued(call: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
+    try:
+        while True:
+            try:
+                result = yield waits_for
+            except BaseException as error:  # noqa: BLE001 - the coroutine decides, as with `await`
+                waits_for = call.throw(error)
+            else:
+                waits_for = call.send(result)
+    except StopIteration as ended:
+        value: T = ended.value
+        return value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, exposition
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tfexport.decode.result import FinishReason
@@ -19,11 +21,15 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TIMES = {
     "queue": "Time from arrival until a request joins a batch.",
     "encode": "Time to encode the sources that join together.",
-    "decode_step": "Time of a decoder step for all rows.",
     "time_to_first_token": "Time from arrival to the first token.",
     "time_per_output_token": "Mean time per token of a request after its first token.",
     "request": "Time from arrival to the answer of successful requests.",
     "align": "Time from arrival to the answer of alignments.",
+}
+# Of steps, several of which are recorded at once.
+_STEPS = {
+    "tfexport_decode_step_seconds": ("Time of a decoder step for all rows.", BUCKETS),
+    "tfexport_step_batch_size": ("Rows of a decoder step.", ROWS),
 }
 _GAUGES = {
     "tfexport_requests_running": ("Requests that are being decoded.", "num_running"),
@@ -44,9 +50,6 @@ class Metrics(Collector):
             name: Histogram(f"tfexport_{name}_seconds", help_text, ("model",), buckets=BUCKETS, registry=registry)
             for name, help_text in _TIMES.items()
         }
-        self.rows = Histogram(
-            "tfexport_step_batch_size", "Rows of a decoder step.", ("model",), buckets=ROWS, registry=registry
-        )
         self.tokens = {
             "source": Counter("tfexport_source_tokens", "Encoded tokens.", ("model",), registry=registry),
             "target": Counter("tfexport_target_tokens", "Generated tokens.", ("model",), registry=registry),
@@ -62,7 +65,12 @@ class Metrics(Collector):
         return self._observers[model]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of the engines that have started, for the registry."""
+        """Yield the gauges of the engines that have started, and what is known of steps, for the registry."""
+        for name, (help_text, _) in _STEPS.items():
+            histogram = HistogramMetricFamily(name, help_text, labels=("model",))
+            for model, observer in self._observers.items():
+                histogram.add_metric((model,), *observer.steps[name].found())
+            yield histogram
         started = {model: engine for model, engine in self.engines.items() if engine.state != "starting"}
         for name, (help_text, attribute) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, help_text, labels=("model",))
@@ -81,6 +89,21 @@ class Metrics(Collector):
         return encode(self.registry), media_type
 
 
+class _Repeated:
+    """A histogram of values that occur several times; only one thread observes."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, times: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def found(self) -> tuple[list[tuple[str, float]], float]:
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
+
+
 class _Counts(Observer):
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._requests = {
@@ -90,7 +113,7 @@ class _Counts(Observer):
         }
         self._times = {name: metric.labels(model) for name, metric in metrics.times.items()}
         self._tokens = {side: metric.labels(model) for side, metric in metrics.tokens.items()}
-        self._rows = metrics.rows.labels(model)
+        self.steps = {name: _Repeated(bounds) for name, (_, bounds) in _STEPS.items()}
         self.failed_s = 0.0  # total time of requests without an answer
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
@@ -101,9 +124,9 @@ class _Counts(Observer):
         self._times["encode"].observe(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        for _ in range(num_steps):
-            self._times["decode_step"].observe(took_s / num_steps)
-            self._rows.observe(num_rows)
+        times, rows = self.steps.values()
+        times.observe(took_s / num_steps, num_steps)
+        rows.observe(num_rows, num_steps)
 
     def began(self, took_s: float) -> None:
         self._times["time_to_first_token"].observe(took_s)
