@@ -45,7 +45,7 @@ def reserve_files(max_connections: int) -> int:
         return min(BACKLOG, left)
 
 
-class _Joined:
+class Joined:
     """A transport that sends together what is written in one turn of the event loop, such as head and body.
 
     Each system call releases the interpreter, which another thread may then hold for a while.
@@ -59,11 +59,13 @@ class _Joined:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
+        """Send data at the end of this turn."""
         if not self._parts:
             self._loop.call_soon(self._flush)
         self._parts.append(data)
 
     def close(self) -> None:
+        """Send what was written, and close the connection."""
         self._flush()
         self._transport.close()
 
@@ -83,7 +85,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Refuse a connection above the limit."""
-        super().connection_made(_Joined(transport))  # type: ignore[arg-type]
+        super().connection_made(Joined(transport))  # type: ignore[arg-type]
         self._head_bytes, self._is_in_head = 0, True
         self._wait_for_head()
         if len(self.connections) > self.max_connections:
