@@ -135,7 +135,10 @@ class _Kind:
         return self._num_candidates
 
     def choose(self, found: Candidates, num_new: Ids, limits: Ids) -> tuple[Ids, Floats]:
-        """Return the next token of each row and its log-probability, -inf if every token is banned."""
+        """Return the next token of each row and its log-probability.
+
+        It is -inf if every token is banned.
+        """
         if self.rows.size < num_new.size:
             rows, count = self.rows, self._num_candidates  # `take` is the fastest for a few rows
             some = (found.token_ids[:, :count].take(rows, 0), found.logits[:, :count].take(rows, 0))

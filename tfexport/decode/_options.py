@@ -1,4 +1,4 @@
-"""The logits processors: options that change which tokens may come next, each for the rows of one kind.
+"""Define logits processors, options that change which tokens may come next.
 
 They do the same as those of Hugging Face transformers, but on the best candidates instead of the whole vocabulary: if a
 processor can lower at most n tokens of a row, the best k of the row are among its k + n best candidates. Options that

@@ -1,4 +1,4 @@
-"""Apply the logits processors that options need, in the order of Hugging Face transformers.
+"""Apply the logits processors that options need, in the order of transformers.
 
 Rows of one kind share their processors, which apply to all of them at once. To add an option, add a field to
 `DecodeConfig`, a processor, a line to `_processors`, and one to `kind_of`.
@@ -21,7 +21,7 @@ from tfexport.runtime.session import Candidates, Floats, Ids
 
 
 class Processors:
-    """The processors of rows of one kind, which a configuration stands for."""
+    """The processors of rows of one kind, of which `config` is an example."""
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
         self.ends, self._vocab = Ends(config.ends(spec.tokens.eos)), spec.vocab
@@ -131,7 +131,7 @@ _SHARED = operator.attrgetter(
 
 
 def kind_of(config: DecodeConfig) -> object:
-    """Return what has to be equal for two rows of greedy search or sampling to share processors."""
+    """Return what has to be equal for two rows without beams to share processors."""
     penalty = config.repetition_penalty
     sampling = (config.top_k > 0, sampling_filters(config)) if config.do_sample else None
     return (

@@ -95,7 +95,7 @@ _settings = operator.attrgetter(*(field.name for field in dataclasses.fields(Dec
 
 
 def search_key(config: DecodeConfig) -> object:
-    """Return what has to be equal for two requests of equally many beams to share a search."""
+    """Return what has to be equal for requests of one width to share a search."""
     return _settings(config) if config.num_beams > 1 else None
 
 

@@ -24,9 +24,9 @@ class Uploads:
 
 
 class Exchange:
-    """`receive` and `send` of one request, which refuse slow or large bodies, and end responses that are not read.
+    """`receive` and `send` of one request, within its limits.
 
-    Slow bodies get 408. If all large bodies together exceed the memory for them, further ones get 429.
+    Slow bodies get 408, and responses that are not read end. If all large bodies together exceed the memory for them, further ones get 429.
     """
 
     def __init__(self, config: HttpConfig, uploads: Uploads, receive: Receive, send: Send) -> None:

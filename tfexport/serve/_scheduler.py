@@ -248,7 +248,7 @@ class Scheduler:
         return self._loop.num_steps - self._held_at < HELD_STEPS
 
     def _take_entering(self, before: int) -> list[Request]:
-        """Take at least one source to encode, unless tokens were encoded before, for alternatives or a language."""
+        """Take sources to encode, at least one if no tokens were encoded `before`."""
         parts: list[Request] = []
         longest, budget = 0, self._budget - before
         while self._entering:

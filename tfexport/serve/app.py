@@ -29,7 +29,7 @@ NUM_PATHS = 64  # whose routes are remembered
 
 
 class App(FastAPI):
-    """An app whose requests pass one layer: limits, the route, and errors as responses."""
+    """An app whose requests pass one layer: limits, routes, errors as responses."""
 
     def __init__(self, service: Service) -> None:
         """Create an app without endpoints."""

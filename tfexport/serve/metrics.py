@@ -65,7 +65,7 @@ class Metrics(Collector):
         return self._observers[model]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of the engines that have started, and what is known of steps, for the registry."""
+        """Yield histograms of steps, and gauges of the engines that have started."""
         for name, (help_text, _) in _STEPS.items():
             histogram = HistogramMetricFamily(name, help_text, labels=("model",))
             for model, observer in self._observers.items():
