@@ -157,7 +157,10 @@ class _Kind:
 
 
 class GreedySearch(Search):
-    """Greedy search and sampling, with one row per source; the options of the rows may differ."""
+    """Greedy search and sampling, with one row per source.
+
+    Rows may have different options.
+    """
 
     width = 1
 

@@ -48,7 +48,8 @@ def reserve_files(max_connections: int) -> int:
 class Joined:
     """A transport that sends what is written in one turn of the event loop together.
 
-    Head and body of a response are such parts. Each system call releases the interpreter, which another thread may then hold for a while.
+    Head and body of a response are such parts. Each system call releases the interpreter, which another thread may then
+    hold for a while.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:

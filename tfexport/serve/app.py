@@ -17,11 +17,11 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tfexport.serve import _schemas as schemas
-from tfexport.serve._exchange import Exchange, Uploads
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.http import Route, Service, is_expected, refusal_of
 from tfexport.serve.metrics import Metrics
+from tfexport.serve.middleware import Exchange, Uploads
 from tfexport.serve.routes import openai, translate, ui, v2
 
 logger = logging.getLogger(__name__)
