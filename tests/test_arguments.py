@@ -159,8 +159,9 @@ def test_options_of_load_are_refused_together(dates_aligned: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tfexport.load(dates_aligned, threads="2", engine=5, device=3, variant=[])  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "load: variant is [], expected one of None, 'concat', 'static', 'contrib'; device is 3, expected one of 'cpu', "
-        "'cuda'; threads is '2', expected 1 to 1024, or 'auto'; engine is 5, expected the name of an engine, or None"
+        "load: variant is [], expected one of None, 'concat', 'static', 'contrib'; device is 3, expected 'cpu', 'cuda' "
+        "or one of several GPUs, such as 'cuda:1'; threads is '2', expected 1 to 1024, or 'auto'; engine is 5, "
+        "expected the name of an engine, or None"
     )
 
 

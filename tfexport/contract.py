@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar, cast
 
 from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Match, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
@@ -18,7 +18,9 @@ from tfexport.precision import FLOAT, ITEM_BYTES, DType, Precision, QuantizedWei
 from tfexport.sources import BATCH, FeatureSource, ImageSource, SourceKind, TokenSource
 
 Variant = Literal["concat", "static", "contrib"]
-Device = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda"]
+DEVICE = Match(r"cpu|cuda(:[0-9]{1,3})?", "'cpu', 'cuda' or one of several GPUs, such as 'cuda:1'")
+Device = Annotated[str, DEVICE]
 OptimizeFor = Literal["latency", "throughput"]
 Head = Literal["none", "token", "sequence"]
 Pooling = Literal["mean", "cls", "max"]
@@ -111,6 +113,12 @@ class Quantization(Config, subject="quantization"):
         if self.weights == "int4" and self.optimize_for == "throughput":
             remedy = "use int8, or optimize for latency"
             yield f"optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; {remedy}"
+
+
+def device_parts(device: Device) -> tuple[DeviceKind, int]:
+    """Return the kind and number of a device; "cuda" is the first visible GPU."""
+    kind, _, number = device.partition(":")
+    return cast(DeviceKind, kind), int(number or 0)
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,15 @@ class FakeStream:
 
 
 class CudaDouble:
-    """The methods of `Cuda`, and counts of calls by name."""
+    """The methods of `Cuda`, and counts of calls by name.
 
-    def __init__(self, *, prompt: bool = False) -> None:
+    Every thread has one current GPU, at first the first one. Calls for another GPU are refused.
+    """
+
+    thread: Any = threading.local()  # of all doubles
+
+    def __init__(self, number: int = 0, *, prompt: bool = False) -> None:
+        self.number = number
         self.counts: Counter[str] = Counter()
         self.limit = 1 << 40  # of device memory in bytes
         self._prompt = prompt
@@ -75,6 +81,22 @@ class CudaDouble:
         self._graphs: dict[int, FakeGraph] = {}
         self._lock = threading.RLock()
         self._capturing = threading.local()
+
+    @classmethod
+    def current_number(cls) -> int:
+        return int(getattr(cls.thread, "number", 0))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        former, self.thread.number = self.current_number(), self.number
+        try:
+            yield
+        finally:
+            self.thread.number = former
+
+    def check_current(self) -> None:
+        if self.current_number() != self.number:
+            raise MisuseError(f"cuda:{self.number} is used while cuda:{self.current_number()} is the current GPU")
 
     # Memory
 
@@ -154,12 +176,14 @@ class CudaDouble:
     # Streams and events
 
     def stream(self) -> int:
+        self.check_current()
         handle = next(self._handles)
         self._streams[handle] = FakeStream()
         return handle
 
     def enqueue(self, stream: int, work: Work) -> None:
         """Queue anything, or record it while the stream is captured."""
+        self.check_current()
         found = self._streams[stream]
         with found.lock:
             if found.graph is not None:
@@ -179,10 +203,12 @@ class CudaDouble:
         found.run(found.queued)
 
     def destroy_stream(self, stream: int) -> None:
+        self.check_current()
         if self._streams.pop(stream).waiting:
             raise MisuseError("a stream is destroyed with work on it")
 
     def event(self) -> int:
+        self.check_current()
         handle = next(self._handles)
         self._events[handle] = None
         return handle
@@ -201,6 +227,7 @@ class CudaDouble:
             recorded[0].run(recorded[1])
 
     def destroy_event(self, event: int) -> None:
+        self.check_current()
         del self._events[event]
 
     # Graphs
@@ -229,6 +256,7 @@ class CudaDouble:
             self.enqueue(stream, work)
 
     def destroy_graph(self, graph: FakeGraph) -> None:
+        self.check_current()
         del self._graphs[graph.handle]
 
     @property
@@ -268,6 +296,7 @@ class CudaDouble:
         made.memory[:] = 0xFF
 
     def _refuse_in_capture(self, name: str) -> None:
+        self.check_current()
         if self.is_capturing:
             raise BackendError(f"cuda: {name} failed with cudaErrorStreamCaptureUnsupported")
 

@@ -91,7 +91,7 @@ def test_a_driver_older_than_cuda_python_is_no_gpu(
 
 @no_gpu
 def test_a_driver_that_is_too_old_for_a_call_has_the_same_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "need_gpu", lambda: None)
+    monkeypatch.setattr(cuda, "need_gpu", lambda number: None)
     with pytest.raises(BackendError, match=r"cudaErrorInsufficientDriver.*; install a driver for CUDA 13, or pip inst"):
         Cuda().stream()
 
@@ -138,13 +138,36 @@ def test_every_function_that_is_called_exists() -> None:
 def test_an_error_of_cuda_names_function_cause_and_remedy(
     monkeypatch: pytest.MonkeyPatch, code: str, remedy: str
 ) -> None:
-    monkeypatch.setattr(cuda, "need_gpu", lambda: None)
+    monkeypatch.setattr(cuda, "need_gpu", lambda number: None)
     device, error = Cuda(), SimpleNamespace(name=code, value=2)
     device._runtime = SimpleNamespace(
         cudaMalloc=lambda size: (error, None), cudaGetErrorString=lambda code: (None, b"out of memory")
     )
     with pytest.raises(BackendError, match=rf"cudaMalloc failed with {code} \(out of memory\) while .*{remedy}"):
         device.allocate(8)
+
+
+def test_a_gpu_is_current_in_a_block_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "need_gpu", lambda number: None)
+    current, success = [0], SimpleNamespace(value=0)
+    double: Any = SimpleNamespace(
+        cudaGetDevice=lambda: (success, current[-1]),
+        cudaSetDevice=lambda number: (current.append(number), (success,))[1],
+    )
+    one, two = Cuda(1), Cuda(2)
+    one._runtime = two._runtime = double
+    with pytest.raises(ZeroDivisionError), one.current(), one.current():
+        with two.current():
+            assert current[-1] == 2
+        _ = 1 / 0
+    assert current == [0, 1, 2, 1, 0], "as it was for a caller's own use of CUDA"
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_probe", lambda: (["first", "second"], ""))
+    assert need_gpu(1) == "second"
+    with pytest.raises(BackendError, match=r"device is cuda:2, the last GPU is cuda:1"):
+        need_gpu(2)
 
 
 @pytest.mark.parametrize("fails", ["in the block", "cudaStreamEndCapture", "cudaGraphInstantiate"])
@@ -163,7 +186,7 @@ def test_a_capture_that_fails_is_ended_and_its_error_cleared(monkeypatch: pytest
     values = {"cudaStreamBeginCapture": None, "cudaStreamEndCapture": 7, "cudaGraphInstantiate": 8}
     values |= {"cudaGraphDestroy": None, "cudaGetLastError": None}
     functions = {name: function(name, value) for name, value in values.items()}
-    monkeypatch.setattr(cuda, "need_gpu", lambda: None)
+    monkeypatch.setattr(cuda, "need_gpu", lambda number: None)
     device = Cuda()
     errors = SimpleNamespace(cudaGetErrorString=lambda code: (None, b"invalidated"))
     mode = SimpleNamespace(cudaStreamCaptureMode=runtime.cudaStreamCaptureMode)

@@ -181,5 +181,3 @@ def test_cuda_is_never_replaced_by_the_cpu(bundle: Path) -> None:
         verify_bundle(bundle, config=FEW, device="cuda")
     with pytest.raises(BackendError, match="ort: engine tensorrt-static is for TensorRT; use it with --backend trt"):
         verify_bundle(bundle, config=FEW, engine="tensorrt-static")
-    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; use it with --backend ort"):
-        verify_bundle(bundle, config=FEW, backend="trt", device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from tfexport.config import Config, Setting, options_of, settings
-from tfexport.contract import Device, Variant
+from tfexport.contract import DEVICE, Variant
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
@@ -61,6 +62,18 @@ class NoneOr(click.ParamType):  # type: ignore[type-arg]
         return None if value == "none" else self.item.convert(value, param, ctx)
 
 
+class DeviceType(click.ParamType):  # type: ignore[type-arg]
+    """A device that runs models, see `tfexport.contract.DEVICE`."""
+
+    name = "cpu|cuda|cuda:N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the text if it is a device."""
+        if not re.fullmatch(DEVICE.pattern, value):
+            self.fail(f"{value!r} is not {DEVICE.expected}", param, ctx)
+        return value
+
+
 def _id_or_token(value: str) -> int | str:
     try:
         return int(value)
@@ -85,7 +98,7 @@ INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, 
 engine_option = click.option(
     "--engine", help="TensorRT engine of the bundle; by default the only one that works on this machine."
 )
-device_option = click.option("--device", type=click.Choice(get_args(Device)), default="cpu", help="Where graphs run.")
+device_option = click.option("--device", type=DeviceType(), default="cpu", help="Where the model runs.")
 trusted_keys_option = click.option(
     "--trusted-keys",
     type=PATH,

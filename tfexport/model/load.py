@@ -47,7 +47,8 @@ def load(
         variant: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
         threads: CPU threads of one call in ONNX Runtime. "auto" uses all available cores, but one thread for small runs
             of small models. None lets ONNX Runtime start one on each core that it finds.
-        device: "cpu" or "cuda". There is no fallback to another device.
+        device: "cpu", "cuda", or one of several GPUs such as "cuda:1". There is no fallback to another device. Engines
+            run on the first GPU by default.
         engine: name of the engine for backend "trt"; None uses the only engine that fits this machine.
         trusted_keys: public key files. One of the keys must have signed the bundle, and the engine if one is loaded.
             None does not check signatures.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
 from tfexport._arguments import is_one_of, is_whole, word_problems
 from tfexport._io.extras import install_command
-from tfexport.contract import AlignmentHeads, Device, ModelSpec, Variant
+from tfexport.contract import DEVICE, AlignmentHeads, Device, DeviceKind, ModelSpec, Variant, device_parts
 from tfexport.errors import BackendError, ConfigError, raise_all, shortened
 from tfexport.precision import WeightType
 from tfexport.runtime.cpu import MAX_THREADS
@@ -38,9 +39,11 @@ class LoadOptions:
         problems = word_problems(
             backend=(self.backend, names()),
             variant=(self.variant, (None, *get_args(Variant))),
-            device=(self.device, get_args(Device)),
         )
-        threads, engine = cast(object, self.threads), cast(object, self.engine)  # callers may pass anything
+        # Callers may pass anything.
+        device, threads, engine = (cast(object, each) for each in (self.device, self.threads, self.engine))
+        if not (isinstance(device, str) and re.fullmatch(DEVICE.pattern, device)):
+            problems.append(f"device is {shortened(device)}, expected {DEVICE.expected}")
         if not (is_one_of(threads, (None, AUTO)) or (is_whole(threads) and 1 <= threads <= MAX_THREADS)):
             problems.append(f"threads is {shortened(threads)}, expected 1 to {MAX_THREADS}, or {AUTO!r}")
         if not (engine is None or (isinstance(engine, str) and engine)):
@@ -97,7 +100,7 @@ class Backend:
     requirements: tuple[Requirement, ...]  # one of them must be installed
     # Graphs of a bundle, its weights, engines built into it, or the reference itself.
     runs: Literal["graphs", "weights", "engines", "model"]
-    devices: tuple[Device, ...] = ("cpu",)
+    devices: tuple[DeviceKind, ...] = ("cpu",)
 
     def missing(self) -> str:
         """Return what is not installed and how to install it; "" if nothing is missing."""
@@ -118,7 +121,7 @@ class Backend:
         manifest = bundle.manifest
         if missing := self.missing():
             return missing
-        if options.device not in self.devices:
+        if device_parts(options.device)[0] not in self.devices:
             return f"has no device {options.device}"
         if self.runs == "model" and (manifest.config is None or manifest.quantization is not None):
             return "the bundle holds graphs only"
@@ -142,7 +145,7 @@ BACKENDS: dict[str, Backend] = {
             probe_module="tfexport.runtime.ort.backend",
             requirements=(Requirement("onnxruntime", "onnxruntime"),),
             runs="graphs",
-            devices=get_args(Device),
+            devices=get_args(DeviceKind),
         ),
         Backend(
             name="eager",
@@ -162,6 +165,7 @@ BACKENDS: dict[str, Backend] = {
                 Requirement("tensorrt-rtx", "tensorrt_rtx", "gpu"),
             ),
             runs="engines",
+            devices=get_args(DeviceKind),  # for "cpu", the default, the first GPU
         ),
         Backend(
             name="native",
@@ -219,8 +223,8 @@ def _check_options(options: LoadOptions, backend: Backend | None = None) -> None
     """Raise `BackendError` for an engine or device that only other backends have."""
     if options.engine is not None and (backend is None or backend.runs != "engines"):
         option, others = f"engine {options.engine}", [each for each in backends() if each.runs == "engines"]
-    elif backend is not None and options.device not in backend.devices:
-        option, others = f"device {options.device}", [each for each in backends() if options.device in each.devices]
+    elif backend is not None and (kind := device_parts(options.device)[0]) not in backend.devices:
+        option, others = f"device {options.device}", [each for each in backends() if kind in each.devices]
     else:
         return
     titles = " and ".join(each.title for each in others)

@@ -45,15 +45,15 @@ class Incompatibility:
         return f"{self.field}: built with {self.built}, here is {self.here}"
 
 
-def this_machine() -> Machine:
-    """Describe this machine without importing a library or creating a CUDA context."""
+def this_machine(number: int = 0) -> Machine:
+    """Describe this machine and a GPU without a library or a CUDA context."""
     distributions = importlib.metadata.packages_distributions()
     libraries = {
         target: importlib.metadata.version(names[0])
         for target in installed_targets()
         if (names := distributions.get(MODULES[target]))
     }
-    gpu = next(iter(find_gpus()), None)
+    gpu = next(iter(find_gpus()[number:]), None)
     return Machine(system=platform.system(), architecture=platform.machine(), libraries=libraries, gpu=gpu)
 
 

@@ -37,12 +37,16 @@ def find_gpus() -> list[Gpu]:
     return _probe()[0]
 
 
-def need_gpu() -> Gpu:
-    """Return the first GPU; raise `BackendError` with the reason if there is none."""
+def need_gpu(number: int = 0) -> Gpu:
+    """Return a GPU; raise `BackendError` with the reason if it cannot be used."""
     gpus, reason = _probe()
     if not gpus:
         raise BackendError(f"{_UNUSABLE}: {reason}")
-    return gpus[0]
+    if number >= len(gpus):
+        raise BackendError(
+            f"cuda: device is cuda:{number}, the last GPU is cuda:{len(gpus) - 1}; check CUDA_VISIBLE_DEVICES"
+        )
+    return gpus[number]
 
 
 def describe_gpus() -> tuple[list[dict[str, Any]], str]:
@@ -113,17 +117,32 @@ class CudaGraph:
 
 
 class Cuda:
-    """The CUDA runtime on the first GPU; raises `BackendError` if a call fails.
+    """The CUDA runtime on a GPU; raises `BackendError` if a call fails.
+
+    Every thread has its own current GPU, so callers wrap their calls, and those of TensorRT, in `current`.
 
     Device memory, streams and events are integers; the caller frees them. Copies and launches are only queued on a
     stream. The memory that they use belongs to the device until the caller has waited for a later event.
     """
 
-    def __init__(self) -> None:
-        need_gpu()
+    def __init__(self, number: int = 0) -> None:
+        need_gpu(number)
         from cuda.bindings import runtime
 
-        self._runtime = runtime
+        self._runtime, self._number = runtime, number
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this GPU the thread's current one in the block."""
+        former = int(self._call("cudaGetDevice"))
+        if former == self._number:
+            yield
+            return
+        self._call("cudaSetDevice", self._number)
+        try:
+            yield
+        finally:
+            self._call("cudaSetDevice", former)
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new device memory, aligned to 256 bytes."""
@@ -247,4 +266,5 @@ class Cuda:
         if code.name == "cudaErrorInsufficientDriver":
             remedy = _newer_driver(self._runtime.CUDART_VERSION // 1000)
         where = f" while {doing}" if doing else ""
+        where += f" on cuda:{self._number}" if self._number else ""
         raise BackendError(f"cuda: {name} failed with {code.name} ({text}){where}; {remedy}")

@@ -36,6 +36,7 @@ from tfexport.errors import BundleError, EngineError, raise_all
 from tfexport.tensorrt._library import Library, Log, load_library
 from tfexport.tensorrt._manifest import EngineManifest, PlanEntry
 from tfexport.tensorrt.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
+from tfexport.tensorrt.cuda import Cuda
 from tfexport.tensorrt.inspector import num_attentions, num_fused
 
 _REMEDY = "copy it again from its source or build it again with tfexport trt"
@@ -144,9 +145,9 @@ def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> EngineB
     raise EngineError(f"{bundle.path}: has no engines; build one with: tfexport trt {bundle.path}")
 
 
-def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
-    """Load an engine of a bundle onto the first GPU, after checking that it fits."""
-    machine = this_machine()
+def load_engine(bundle: Bundle, name: str | None = None, number: int = 0) -> LoadedEngine:
+    """Load an engine of a bundle onto a GPU, after checking that it fits."""
+    machine = this_machine(number)
     stored = choose_engine(bundle, name, machine)
     config = stored.manifest.config
     library = load_library(config.target)
@@ -155,10 +156,11 @@ def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
     if found := incompatibilities(stored.manifest, bundle, machine):
         raise EngineError(f"engine {stored.name}: {explain(found)}")
     log = library.listen()
-    runtime = library.runtime(log)
-    if config.version_compatible:
-        runtime.engine_host_code_allowed = True  # version-compatible plans contain host code
-    plans = {plan: _deserialize(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
+    with Cuda(number).current():
+        runtime = library.runtime(log)
+        if config.version_compatible:
+            runtime.engine_host_code_allowed = True  # version-compatible plans contain host code
+        plans = {plan: _deserialize(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
     return LoadedEngine(stored.manifest, library, plans, stored.path, log, runtime)
 
 

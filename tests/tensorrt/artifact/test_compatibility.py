@@ -16,6 +16,7 @@ from tests.tensorrt.artifact import stored
 from tests.tensorrt.artifact.stored import L4, MACHINE, RTX, TENSORRT
 from tfexport.bundle.bundle import Bundle
 from tfexport.cli import main
+from tfexport.tensorrt import compatibility
 from tfexport.tensorrt.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
 from tfexport.tensorrt.config import EngineConfig
 
@@ -40,6 +41,7 @@ RTX_4090 = replace(L4, name="NVIDIA GeForce RTX 4090")
 A10 = replace(L4, name="NVIDIA A10", compute_capability="8.6")
 T4 = replace(L4, name="Tesla T4", compute_capability="7.5")
 A100 = replace(L4, name="NVIDIA A100", compute_capability="8.0")
+MIG = replace(L4, name="NVIDIA L4 MIG 1g.6gb")
 H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
 
 
@@ -57,6 +59,7 @@ H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
         (AMPERE, at(gpu=A10)),
         (AMPERE, at(gpu=H200)),
         (SAME, at(gpu=RTX_4090)),
+        (SAME, at(gpu=MIG)),
     ],
 )
 def test_a_compatible_engine_is_accepted(bundle: Bundle, config: EngineConfig, machine: Machine) -> None:
@@ -84,6 +87,7 @@ def test_a_compatible_engine_is_accepted(bundle: Bundle, config: EngineConfig, m
             "GPU: built with 8.6, 8.9, here is none that can be used; run tfexport doctor",
         ),
         (TENSORRT, at(gpu=None), "GPU: built with NVIDIA L4 (8.9), here is none that can be used; run tfexport doctor"),
+        (TENSORRT, at(gpu=MIG), "GPU: built with NVIDIA L4 (8.9), here is 8.9 (NVIDIA L4 MIG 1g.6gb); build it again"),
         (TENSORRT, at(gpu=RTX_4090), "GPU: built with NVIDIA L4 (8.9), here is 8.9 (NVIDIA GeForce RTX 4090);"),
         (AMPERE, at(gpu=T4), "GPU: built with NVIDIA L4 (8.9), compatible with ampere_plus, here is 7.5 (Tesla T4);"),
         (SAME, at(gpu=A10), "compatible with same_compute_capability, here is 8.6 (NVIDIA A10);"),
@@ -176,6 +180,11 @@ def test_the_remedy_names_this_gpu_if_it_has_a_name(bundle: Bundle) -> None:
     assert rebuilt(("9.0",), "8.9") == ["8.9"]
     assert rebuilt(("8.6", "8.9"), "9.0") == ["9.0"]
     assert rebuilt(("7.5", "8.6"), "8.9") == ["7.5", "8.6", "8.9"]
+
+
+def test_a_machine_has_the_chosen_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "find_gpus", lambda: [L4, A10])
+    assert [this_machine(number).gpu for number in range(3)] == [L4, A10, None]
 
 
 def test_this_machine_is_described_without_a_library() -> None:

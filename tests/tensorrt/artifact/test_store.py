@@ -11,14 +11,17 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.bundle.made import CONTENT
 from tests.tensorrt.artifact import stored
 from tests.tensorrt.artifact.stored import L4, MACHINE, PLANS, TENSORRT, flip
+from tests.tensorrt.cuda_double import CudaDouble
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BundleError, EngineError
+from tfexport.tensorrt import store as tensorrt_store
 from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.store import add_engine, choose_engine, engine_names, open_engine
 
@@ -33,6 +36,26 @@ def bundle(tmp_path: Path) -> Bundle:
 @pytest.fixture
 def engine(bundle: Bundle) -> Path:
     return stored.store(bundle, stored.manifest(bundle))
+
+
+def test_plans_are_loaded_on_the_chosen_gpu(bundle: Bundle, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+
+    def deserialize(plan: bytes) -> bytes:
+        numbers.append(CudaDouble.current_number())
+        return plan
+
+    version = MACHINE.libraries["tensorrt-rtx"]
+    log = SimpleNamespace(records=SimpleNamespace(clear=lambda: None))
+    runtime = SimpleNamespace(deserialize_cuda_engine=deserialize)
+    library = SimpleNamespace(target="tensorrt-rtx", version=version, listen=lambda: log, runtime=lambda log: runtime)
+    monkeypatch.setattr(tensorrt_store, "this_machine", lambda number: replace(MACHINE, gpu=(None, L4)[number]))
+    monkeypatch.setattr(tensorrt_store, "load_library", lambda target: library)
+    monkeypatch.setattr(tensorrt_store, "Cuda", CudaDouble)
+    assert tensorrt_store.load_engine(bundle, NAME, 1).plans == PLANS
+    assert numbers == [1, 1, 1]
+    with pytest.raises(EngineError, match="none that can be used"):
+        tensorrt_store.load_engine(bundle, NAME, 0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -126,6 +149,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tfexport._io import atomic
+from tfexport.tensorrt import store as tensorrt_store
 from tfexport.tensorrt.store import add_engine
 
 def die(*_):

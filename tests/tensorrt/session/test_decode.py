@@ -99,22 +99,24 @@ def test_rtx_captures_by_itself_where_we_cannot(dates: Model, monkeypatch: pytes
 @pytest.fixture
 def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tfexport.Model]]:
     """Return `tfexport.load` on a bundle with an engine `fast` on doubles."""
-    bundle, cuda = dates.path, CudaDouble()
+    bundle, cudas = dates.path, [CudaDouble(), CudaDouble(1)]
 
-    def load_engine(opened: Bundle, name: str | None) -> Any:
+    def load_engine(opened: Bundle, name: str | None, number: int) -> Any:
         if name not in (None, "fast"):
             raise EngineError(f"{opened.path}: has no engine {name}")
         log: list[str] = []
-        engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cuda, log)
+        engines, limits = make_engines(
+            dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cudas[number], log
+        )
         config = EngineConfig(variant="static", precision="fp32")
         manifest = SimpleNamespace(config=config, limits=limits, plans={})
         path, reasons = opened.path / "engines" / "fast", SimpleNamespace(reason=lambda: log[-1])
         return SimpleNamespace(manifest=manifest, plans=engines, library=LIBRARY, path=path, log=reasons)
 
     monkeypatch.setattr("tfexport.tensorrt.session.session.load_engine", load_engine)
-    monkeypatch.setattr("tfexport.tensorrt.session.session.Cuda", lambda: cuda)
+    monkeypatch.setattr("tfexport.tensorrt.session.session.Cuda", cudas.__getitem__)
     gpu = Gpu(index=0, name="none", compute_capability="0.0", memory_bytes=0, driver_version="0.0")
-    monkeypatch.setattr("tfexport.tensorrt.session.session.need_gpu", lambda: gpu)
+    monkeypatch.setattr("tfexport.tensorrt.session.session.need_gpu", lambda number: gpu)
     with patch.dict(BACKENDS, trt=dataclasses.replace(get("trt"), requirements=())):
         yield lambda **options: tfexport.load(bundle, **options)
 
@@ -127,6 +129,24 @@ def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[.
         with on_doubles(backend="trt", engine=engine) as model:
             assert model.session.backend == "trt"
             assert [result.text for result in model.generate(texts, num_beams=2)] == [r.text for r in expected]
+
+
+def test_gpus_are_used_by_threads_side_by_side(on_doubles: Callable[..., tfexport.Model]) -> None:
+    """The double refuses every call, also of an engine, while another GPU is the thread's current one."""
+    texts = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989"]
+    with on_doubles(device="cuda:0", backend="trt") as first, on_doubles(device="cuda:1", backend="trt") as second:
+
+        def read(number: int) -> list[str]:
+            model = (first, second)[number % 2]
+            return [result.text for result in model.generate(texts, num_beams=1 + number // 2)]
+
+        alone = [read(number) for number in range(4)]
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(read, [*range(4)] * 3)) == alone * 3
+        assert alone[0::2] == alone[1::2]
+        memory = [model.session.memory_bytes() for model in (first, second)]  # type: ignore[attr-defined]
+        assert min(memory) > 0
+    assert CudaDouble.current_number() == 0
 
 
 def test_after_a_warm_up_the_first_batch_creates_nothing(on_doubles: Callable[..., tfexport.Model]) -> None:
@@ -151,8 +171,10 @@ def test_an_engine_needs_its_backend_and_variant(on_doubles: Callable[..., tfexp
         on_doubles(backend="ort", engine="fast")
     with pytest.raises(BackendError, match="trt: engine fast has the variant static; leave the variant out"):
         on_doubles(backend="trt", variant="concat")
-    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; use it with --backend ort"):
-        on_doubles(backend="trt", device="cuda")
+    with pytest.raises(
+        BackendError, match="eager: device cuda:1 is for ONNX Runtime and TensorRT; use it with --backen"
+    ):
+        on_doubles(backend="eager", device="cuda:1")
     with pytest.raises(EngineError, match="has no engine slow"):
         on_doubles(backend="trt", engine="slow")
 

@@ -129,6 +129,7 @@ class FakeContext:
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         engine, cuda = self._engine, self._engine.cuda
+        cuda.check_current()
         cuda.counts[f"enqueue {engine.name}"] += 1
         if problem := next(self._problems(stream_handle), None):
             return self._refuse(problem)
@@ -280,6 +281,7 @@ class FakeEngine:
     def create_execution_context(self, strategy: Any) -> FakeContext | None:
         if self.cuda.is_capturing or strategy is not ExecutionContextAllocationStrategy.USER_MANAGED:
             return None
+        self.cuda.check_current()
         self.cuda.counts["context"] += 1
         return FakeContext(self, replays_itself=False)
 
@@ -357,6 +359,7 @@ class RtxEngine(FakeEngine):
         if self.cuda.is_capturing or runtime_config.strategy is not ExecutionContextAllocationStrategy.USER_MANAGED:
             return None
         self.configs.append(runtime_config)
+        self.cuda.check_current()
         self.cuda.counts["context"] += 1
         replays_itself = runtime_config.cuda_graph_strategy is CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         return RtxContext(self, replays_itself=replays_itself, cache=runtime_config.cache)

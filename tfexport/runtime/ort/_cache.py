@@ -115,7 +115,7 @@ class _DeviceBuffers(RowBuffers):
         self._widths = [item * width for width in kind.widths.values()] * kind.layers
         self._divisor = math.gcd(*self._widths)
         zeros = np.zeros(length * self._divisor * self._item, np.uint8)
-        self._memory = ort.OrtValue.ortvalue_from_numpy(zeros, gather.device.type, 0)
+        self._memory = ort.OrtValue.ortvalue_from_numpy(zeros, *gather.device.place)
         if rows:
             self.resize(rows, length, 0)
 
@@ -152,7 +152,7 @@ class _DeviceBuffers(RowBuffers):
 
     def _places(self, rows: int, first: int) -> Iterator[tuple[Any, ...]]:
         for index, shape in enumerate(self._kind.shapes(rows, self.length)):
-            yield self._gather.device.type, 0, ELEMENT_TYPE[self._kind.dtype], shape, self._address(index, first)
+            yield *self._gather.device.place, ELEMENT_TYPE[self._kind.dtype], shape, self._address(index, first)
 
     def _address(self, index: int, row: int) -> int:
         before, width = sum(self._widths[:index]), self._widths[index]
@@ -174,7 +174,7 @@ class _DeviceBuffers(RowBuffers):
     def _move(self, orders: list[Ids], zero: int, rows: int, length: int, places: int) -> None:
         order = np.concatenate([*(order.ravel() for order in orders), np.full(length // places, zero)])
         width = places * self._divisor
-        size, kind = order.size * width * self._item, self._gather.device.type
-        memory = ort.OrtValue.ortvalue_from_shape_and_type([size], np.uint8, kind, 0)
+        size = order.size * width * self._item
+        memory = ort.OrtValue.ortvalue_from_shape_and_type([size], np.uint8, *self._gather.device.place)
         self._gather.copy(self._memory, width, order, memory.data_ptr())
         self._memory, self.rows, self.length = memory, rows, length

@@ -37,7 +37,7 @@ class ConcatBatch(CheckedScoring):
             )
         io = self._graphs.bind_encoder(sources)
         for name in self._graphs.cross:
-            io.bind_output(name, device.type, 0)
+            io.bind_output(name, *device.place)
         self._graphs.run_encoder(io, sources)
         self._cross, self._source_mask = list(io.get_outputs()), sources.mask.copy()
         kind = self._spec.cache
@@ -71,7 +71,7 @@ class ConcatBatch(CheckedScoring):
         for name, value in zip((*graphs.cross, *graphs.past), (*self._cross, *self._past), strict=True):
             step.io.bind_ortvalue_input(name, value)
         for name in graphs.present:
-            step.io.bind_output(name, graphs.device.type, 0)
+            step.io.bind_output(name, *graphs.device.place)
         step.run(target_ids, self.lengths)
         self._past = list(step.io.get_outputs())[-len(graphs.present) :]
         self.lengths = self.lengths + target_ids.shape[1]

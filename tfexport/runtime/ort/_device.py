@@ -13,7 +13,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport import contract
-from tfexport.contract import Device, ModelSpec
+from tfexport.contract import Device, ModelSpec, device_parts
 from tfexport.errors import BackendError, BundleError, first_line, raise_all
 from tfexport.precision import ITEM_BYTES, DType, WeightType
 from tfexport.runtime.cpu import Threads
@@ -41,12 +41,14 @@ MAX_SCORES = 2**21
 
 
 class OrtDevice:
-    """A device and its memory; of several GPUs the first in CUDA_VISIBLE_DEVICES."""
+    """A device and its memory."""
 
     def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
         """Check that the device and products with quantized `weights` work."""
-        self.provider, self.type = PROVIDERS[device], device
-        self.provider.prepare()
+        self.place = kind, number = device_parts(device)
+        self.provider, self.device = PROVIDERS[kind], device
+        self.provider.prepare(number)
+        self._options = {**self.provider.options, **({"device_id": str(number)} if number else {})}
         self._config_entries = int8_session_options() if weights else {}
 
     def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
@@ -62,12 +64,12 @@ class OrtDevice:
         provider = self.provider
         try:
             session = ort.InferenceSession(
-                str(graph), options, providers=[(provider.ort_name, provider.options)], enable_fallback=0
+                str(graph), options, providers=[(provider.ort_name, self._options)], enable_fallback=0
             )
         except Exception as error:
             raise BackendError(
                 f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be {provider.minimum} "
-                f"or newer on {self.type}: {first_line(error)}"
+                f"or newer on {self.device}: {first_line(error)}"
             ) from error
         if not provider.is_host:
             provider.check_placement(session, name)
@@ -75,7 +77,7 @@ class OrtDevice:
 
     def empty(self, shape: Sequence[int], dtype: DType) -> ort.OrtValue:
         """Allocate uninitialized memory."""
-        return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), ELEMENT_TYPE[dtype], self.type, 0)
+        return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), ELEMENT_TYPE[dtype], *self.place)
 
     def upload(self, array: Array) -> ort.OrtValue:
         """Copy an int64, bool or float32 array to the device."""
@@ -141,7 +143,7 @@ class RowGather:
 
     def copy(self, memory: ort.OrtValue, width: int, order: Ids, address: int) -> None:
         """Copy row order[r] of some memory, read as [rows, width], to row r at an address."""
-        kind, element = self.device.type, ELEMENT_TYPE[self.dtype]
+        place, element = self.device.place, ELEMENT_TYPE[self.dtype]
         rows = memory.tensor_size_in_bytes() // ITEM_BYTES[self.dtype] // width
         items = max(rows, order.size) * width
         if items > MAX_ITEMS:
@@ -149,9 +151,9 @@ class RowGather:
                 f"ort: caches of {items:,} numbers cannot be moved on a GPU, at most {MAX_ITEMS:,}; lower batch_size"
             )
         io, uploaded = self._graph.io_binding(), self.device.upload(order.ravel())
-        io.bind_input(contract.CACHE, kind, 0, element, [rows, width], memory.data_ptr())
+        io.bind_input(contract.CACHE, *place, element, [rows, width], memory.data_ptr())
         io.bind_ortvalue_input(contract.ORDER, uploaded)
-        io.bind_output(contract.REORDERED, kind, 0, element, [order.size, width], address)
+        io.bind_output(contract.REORDERED, *place, element, [order.size, width], address)
         run(self._graph, io)
 
 

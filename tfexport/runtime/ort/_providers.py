@@ -15,7 +15,7 @@ from pathlib import Path
 import onnxruntime as ort
 
 from tfexport._io.extras import extra_command, replacing_command
-from tfexport.contract import Device, Variant
+from tfexport.contract import DeviceKind, Variant
 from tfexport.errors import BackendError
 from tfexport.precision import Precision
 
@@ -45,14 +45,14 @@ class PlacementError(BackendError):
 class Provider:
     """An execution provider."""
 
-    device: Device
+    device: DeviceKind
     ort_name: str
     minimum: str  # oldest version of the package that works; the extras require the same version
     variants: tuple[Variant, ...]  # decoder variants that it runs, the fastest first
     precisions: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
     is_host: bool = False  # whether it uses host memory, so that NumPy can share arrays with it
     options: dict[str, str] = field(default_factory=dict)
-    prepare: Callable[[], None] = lambda: None  # raises `BackendError` if it cannot be used on this machine
+    prepare: Callable[[int], None] = lambda number: None  # raises `BackendError` if the device cannot be used
 
     def check_placement(self, session: ort.InferenceSession, name: str) -> None:
         """Raise an error if the provider did not start or lacks a kernel of the graph."""
@@ -79,15 +79,15 @@ def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
     return sorted(elsewhere - on_shapes)
 
 
-def prepare_cuda() -> None:
-    """Load CUDA's libraries; raise `BackendError` with the missing ones."""
+def prepare_cuda(number: int = 0) -> None:
+    """Load CUDA's libraries; raise `BackendError` if one or the GPU is missing."""
     # ONNX Runtime itself would only log that something is missing and run on the CPU.
     if CUDA.ort_name not in ort.get_available_providers():
         raise BackendError(
             f"ort: the installed onnxruntime {ort.__version__} has no CUDA; "
             f"{replacing_command('gpu')}, or use device cpu"
         )
-    if problem := driver_problem():
+    if problem := driver_problem(number=number):
         raise BackendError(f"ort: {problem}, or use device cpu")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):  # it prints the libraries that it cannot load, but does not raise
@@ -106,7 +106,7 @@ def prepare_cuda() -> None:
         )
 
 
-# To add an execution provider, add it here and its device to `tfexport.contract.Device`.
+# To add an execution provider, add it here and its device to `tfexport.contract.DEVICE`.
 CPU = Provider(
     device="cpu",
     ort_name="CPUExecutionProvider",
@@ -125,10 +125,12 @@ CUDA = Provider(
     options={"use_tf32": "0"},
     prepare=prepare_cuda,
 )
-PROVIDERS: dict[Device, Provider] = {provider.device: provider for provider in (CPU, CUDA)}
+PROVIDERS: dict[DeviceKind, Provider] = {provider.device: provider for provider in (CPU, CUDA)}
 
 
-def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
+def driver_problem(
+    library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1", number: int = 0
+) -> str | None:
     """Find a GPU through CUDA's driver API; return the problem and its fix."""
     try:
         driver = ctypes.CDLL(library)
@@ -138,6 +140,8 @@ def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:
         return f"the NVIDIA driver finds no GPU (CUDA error {code}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if number >= count.value:
+        return f"device is cuda:{number}, the last GPU is cuda:{count.value - 1}; check CUDA_VISIBLE_DEVICES"
     return None
 
 

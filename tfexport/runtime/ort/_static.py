@@ -156,7 +156,7 @@ class StaticBatch(CheckedScoring):
         assert self._mask is not None
         shape = [sources, self._cross.length]
         address = self._mask.data_ptr() + first * self._cross.length
-        step.io.bind_input(SOURCE_MASK, self._graphs.device.type, 0, np.bool_, shape, address)
+        step.io.bind_input(SOURCE_MASK, *self._graphs.device.place, np.bool_, shape, address)
         self._cross.bind(step.io.bind_input, self._graphs.cross, sources, first)
         caches.bind(step.io.bind_input, self._graphs.past, rows)
         caches.bind(step.io.bind_output, self._graphs.present, rows)  # updated in place

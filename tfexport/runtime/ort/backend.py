@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from tfexport import contract
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import Device, Variant
+from tfexport.contract import Device, Variant, device_parts
 from tfexport.errors import BackendError, BundleError
 from tfexport.precision import FLOAT, Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedBatch
@@ -57,7 +57,7 @@ class OrtSession(CheckedAligner):
         """Load the graphs; `host_caches` False tests the code for a GPU on the CPU."""
         self.spec, self.variant, spec, paths = graphs.spec, variant, graphs.spec, graphs.paths
         self.threads = Threads(threads, threads) if isinstance(threads, int) else threads
-        provider = PROVIDERS[device]
+        provider = PROVIDERS[device_parts(device)[0]]
         if self.threads and not provider.is_host:  # a second copy would take the device's memory
             self.threads = Threads(self.threads.encoder, self.threads.decoder)
         if variant is not None and variant not in provider.variants:
@@ -104,7 +104,7 @@ class OrtSession(CheckedAligner):
 
     def _encode(self, sources: Sources, output: str) -> Floats:
         io = self._graphs.bind_encoder(sources)
-        io.bind_output(output, self._device.type, 0)
+        io.bind_output(output, *self._device.place)
         self._graphs.run_encoder(io, sources)
         found: Floats = io.get_outputs()[0].numpy()
         return found
@@ -116,7 +116,7 @@ class OrtSession(CheckedAligner):
                 self._aligner = self._load(contract.ALIGNMENT)
             graph = self._aligner
         io = self._device.bind_inputs(graph, {**sources.inputs, contract.TARGET_IDS: target_ids})
-        io.bind_output(contract.ALIGNMENT, self._device.type, 0)
+        io.bind_output(contract.ALIGNMENT, *self._device.place)
         run(graph, io)
         weights: Floats = io.get_outputs()[0].numpy()
         return weights
@@ -162,7 +162,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
         _log.warning(
             "%s; runs the concat decoder variant instead; update onnxruntime-gpu to %s or newer for the static one",
             str(problem).partition(";")[0],
-            PROVIDERS[options.device].minimum,
+            PROVIDERS[device_parts(options.device)[0]].minimum,
         )
         return session
 
@@ -200,7 +200,9 @@ def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str,
 
 
 def _variants(graphs: Container[str], device: Device, subject: object) -> list[Variant]:
-    variants = [variant for variant in PROVIDERS[device].variants if contract.DECODER[variant] in graphs]
+    variants = [
+        variant for variant in PROVIDERS[device_parts(device)[0]].variants if contract.DECODER[variant] in graphs
+    ]
     if not variants:
         raise BundleError(
             f"{subject}: has only the decoder variant contrib, which runs on the CPU; for device {device} export it "
@@ -220,7 +222,7 @@ def probe(library: str, model: str) -> dict[str, str]:
 
 def _probe(provider: Provider, model: str) -> str:
     try:
-        provider.prepare()
+        provider.prepare(0)
         session = ort.InferenceSession(bytes.fromhex(model), providers=[provider.ort_name])
         (result,) = session.run(None, {"x": np.array([1, 2], np.float32)})
     except Exception as error:  # noqa: BLE001 - the doctor reports any failure

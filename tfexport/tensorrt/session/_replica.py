@@ -191,7 +191,8 @@ class Replica:
         if self.is_broken:
             raise BackendError("trt: this batch has failed before; open another one")
         try:
-            yield
+            with self._device.cuda.current():
+                yield
         except BaseException:
             self.is_broken = True
             raise
@@ -260,7 +261,7 @@ class ReplicaPool:
 
     def take(self, key: Key) -> Replica:
         """Return a free replica, preferably of the same key, or make one."""
-        with self._lock:
+        with self._lock, self._engines.cuda.current():
             free = [self._free.pop() for _ in range(len(self._free))]
             usable = sorted((replica for replica in free if not replica.is_broken), key=lambda one: one.key != key)
             remaining = usable[: 1 + MAX_FREE_REPLICAS]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import ModelSpec, Variant
+from tfexport.contract import ModelSpec, Variant, device_parts
 from tfexport.errors import BackendError, InputError, raise_all
 from tfexport.precision import Accuracy, WeightType
 from tfexport.runtime.checked import CheckedSession
@@ -26,8 +26,11 @@ from tfexport.tensorrt.store import load_engine
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
-    """Open an engine of a bundle as a session."""
-    engine = load_engine(bundle, options.engine)
+    """Open an engine of a bundle as a session on the GPU of the options."""
+    _, number = device_parts(options.device)
+    if number:  # if the first one is missing, the engine's error has more details
+        need_gpu(number)
+    engine = load_engine(bundle, options.engine, number)
     built, library = engine.manifest.config, engine.library
     if options.variant not in (None, built.variant):
         raise BackendError(f"trt: engine {engine.path.name} has the variant {built.variant}; leave the variant out")
@@ -37,18 +40,20 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         # The session holds this function, which keeps `engine` alive, and so the log and the runtime of the plans.
         return engine.log.reason()
 
-    sums = {plan: entry.sha256 for plan, entry in engine.manifest.plans.items()}
+    kernels = None
+    if not bundle.trusted_keys:  # kernels are unsigned code
+        sums = {plan: entry.sha256 for plan, entry in engine.manifest.plans.items()}
+        kernels = RuntimeCacheStore(engine.path, sums, library.version, need_gpu(number))
     return TrtSession(
         engine.plans,
         spec,
         built.variant if spec.has_decoder else None,
         engine.manifest.limits,
         library,
-        Cuda(),
+        Cuda(number),
         weights=built.weights,
         reason=reason,
-        # Kernels are unsigned code, so sessions with trusted keys do not store or load them.
-        kernels=None if bundle.trusted_keys else RuntimeCacheStore(engine.path, sums, library.version, need_gpu()),
+        kernels=kernels,
     )
 
 
@@ -61,7 +66,7 @@ def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str,
 
 
 class TrtSession(CheckedSession):
-    """Engines of TensorRT 10, TensorRT 11 or TensorRT-RTX on the first GPU."""
+    """Engines of TensorRT 10, TensorRT 11 or TensorRT-RTX on one GPU."""
 
     backend = "trt"
 
@@ -111,10 +116,11 @@ class TrtSession(CheckedSession):
         """Store compiled kernels and free everything; no other call may be running."""
         pool, self._pool = self._pool, None
         if pool:
-            if self._kernels:
-                compiled = {name: engine.kernels() for name, engine in self._engines.engines.items()}
-                self._kernels.write({name: kernels for name, kernels in compiled.items() if kernels is not None})
-            pool.close()
+            with self._engines.cuda.current():
+                if self._kernels:
+                    compiled = {name: engine.kernels() for name, engine in self._engines.engines.items()}
+                    self._kernels.write({name: kernels for name, kernels in compiled.items() if kernels is not None})
+                pool.close()
 
     @property
     def _is_open(self) -> bool:

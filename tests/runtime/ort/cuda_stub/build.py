@@ -9,7 +9,7 @@ from pathlib import Path
 STUB = Path(__file__).with_name("stub.c")
 CORE = "libcudastub.so"
 # What the stub counts, in the order of its enum.
-NAMES = ("kernels", "products", "uploads", "downloads", "device_copies", "host_copies", "fills", "waits")
+NAMES = ("kernels", "products", "uploads", "downloads", "device_copies", "host_copies", "fills", "waits", "on_second")
 PROVIDER = "onnxruntime/capi/libonnxruntime_providers_cuda.so"
 _NVIDIA = re.compile(r"lib(cu|nv)\w+\.so\.\d+")
 _FUNCTION = re.compile(r"_*cu\w+")

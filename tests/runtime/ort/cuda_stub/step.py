@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from tests.runtime.ort.cuda_stub.build import CORE, NAMES
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import Variant
+from tfexport.contract import Device, Variant
 from tfexport.runtime.ort._providers import CUDA
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
@@ -25,10 +25,10 @@ SOURCE_LENGTH = 8
 WARM_UP = 2
 
 
-def main(folder: Path, variant: Variant) -> dict[str, Any]:
+def main(folder: Path, variant: Variant, device: Device) -> dict[str, Any]:
     """Return operators on the CPU for each graph, with their number, and the counts of one step of one row."""
     bundle = Graphs.of(open_bundle(folder, weights=False))
-    session = OrtSession(bundle, variant, 1, "cuda")
+    session = OrtSession(bundle, variant, 1, device)
     graphs = session._graphs
     assert graphs.encoder is not None and graphs.decoder is not None and graphs.gather is not None  # noqa: PT018
     on_cpu = {
@@ -61,4 +61,4 @@ def read_counts() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))  # type: ignore[arg-type]
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 /* The CUDA libraries as ONNX Runtime's CUDA provider needs them, on a machine without a GPU.
  *
- * The device is an H200 in name, its memory is the host's, kernels compute nothing, and everything is done at once. What
+ * The devices are two H200 in name, their memory is the host's, kernels compute nothing, and everything is done at once. What
  * the provider asks of them is real, and counted: launches, matrix products, copies and waits. So numbers that come out
  * of a graph mean nothing, while where its nodes run and what a step costs the host does. `build.py` adds every
  * other function that the provider names, as one that succeeds and does nothing.
@@ -18,11 +18,14 @@ enum { SUCCESS = 0 };
 enum { HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE };
 
 /* What was counted, in the order of NAMES in build.py. */
-enum { KERNELS, PRODUCTS, UPLOADS, DOWNLOADS, DEVICE_COPIES, HOST_COPIES, FILLS, WAITS, NUM_COUNTS };
+enum { KERNELS, PRODUCTS, UPLOADS, DOWNLOADS, DEVICE_COPIES, HOST_COPIES, FILLS, WAITS, ON_SECOND, NUM_COUNTS };
 static long counts[NUM_COUNTS];
+
+static __thread int current; /* device of this thread */
 
 static void count(int what, const char *name) {
   counts[what]++;
+  if (current && (what == KERNELS || what == PRODUCTS)) counts[ON_SECOND]++;
   if (getenv("CUDA_STUB_TRACE")) fprintf(stderr, "%d %s\n", what, name);
 }
 
@@ -325,12 +328,13 @@ static int one(int *value, int is) {
   return SUCCESS;
 }
 
-int cudaGetDeviceCount(int *found) { return one(found, 1); }
-int cudaGetDevice(int *device) { return one(device, 0); }
+int cudaGetDeviceCount(int *found) { return one(found, 2); }
+int cudaGetDevice(int *device) { return one(device, current); }
+int cudaSetDevice(int device) { return one(&current, device); }
 int cudaRuntimeGetVersion(int *version) { return one(version, CUDA_MAJOR * 1000); }
 int cudaDriverGetVersion(int *version) { return one(version, CUDA_MAJOR * 1000); }
 int cuInit(void) { return SUCCESS; }
-int cuDeviceGetCount(int *found) { return one(found, 1); }
+int cuDeviceGetCount(int *found) { return one(found, 2); }
 int cuDriverGetVersion(int *version) { return one(version, CUDA_MAJOR * 1000); }
 
 static int nothing(void) { return SUCCESS; }

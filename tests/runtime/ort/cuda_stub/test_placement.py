@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import DATES
 from tests.runtime.ort.cuda_stub.conftest import StubGpu
-from tfexport.contract import Variant
+from tfexport.contract import Device, Variant
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.precision import Precision
@@ -65,6 +65,19 @@ def test_only_shapes_leave_the_gpu_and_no_count_grows(
     assert_below(found["step"], STEP | COSTS[precision, variant])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_second_gpu_computes_all(variant: Variant, stub_gpu: StubGpu, dates_fp16: Path) -> None:
+    first, second = (take_step(stub_gpu, dates_fp16, variant, device)["step"] for device in ("cuda:0", "cuda:1"))
+    assert first.pop("on_second") == 0
+    assert second.pop("on_second") == first["kernels"] + first["products"]
+    assert second == first
+
+
+def test_a_gpu_that_is_not_there_is_named(stub_gpu: StubGpu, dates_fp16: Path) -> None:
+    done = stub_gpu.run("-c", f"import tfexport; tfexport.load({str(dates_fp16)!r}, device='cuda:2')")
+    assert "ort: device is cuda:2, the last GPU is cuda:1; check CUDA_VISIBLE_DEVICES" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_version_without_static_kernels_runs_concat_with_a_warning(
     stub_gpu_of: Callable[[str], StubGpu], dates_bundle: Path, dates_fp16: Path
@@ -95,10 +108,11 @@ def test_versions_for_cuda_13_place_both_variants(
             assert set(operators) <= {"Add", "Concat", "Div", "Mul", "Reshape", "Squeeze"}, graph
 
 
-def take_step(gpu: StubGpu, bundle: Path, variant: Variant) -> dict[str, Any]:
-    done = gpu.run("-m", "tests.runtime.ort.cuda_stub.step", str(bundle), variant)
+def take_step(gpu: StubGpu, bundle: Path, variant: Variant, device: Device = "cuda") -> dict[str, Any]:
+    done = gpu.run("-m", "tests.runtime.ort.cuda_stub.step", str(bundle), variant, device)
     # 1.31 warns of each graph that is opened on a device by number.
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert device != "cuda" or not done.stderr
     return cast(dict[str, Any], json.loads(done.stdout))
 
 
