@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from tfexport.errors import BackendError
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.runtime import registry
 from tfexport.runtime.native import _library, _plan
+from tfexport.runtime.native import backend as native
 from tfexport.runtime.native._library import KERNELS, Library
 from tfexport.runtime.native.backend import NativeSession, probe
 from tfexport.runtime.probes import run_probe
@@ -285,21 +287,40 @@ def test_a_bundle_is_loaded_verified_and_run_by_name(
 
 
 @pytest.mark.usefixtures("installed")
+def test_auto_takes_it_for_small_models_that_need_nothing_else(
+    dates_bundle: Path,
+    dates_aligned: Path,
+    dates_int8: Path,
+    variant: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def chosen(path: Path, **options: Any) -> str:
+        return registry.choose(open_bundle(path), LoadOptions(**options)).name
+
+    assert chosen(dates_bundle) == chosen(dates_bundle, threads=1) == chosen(dates_int8) == "native"
+    assert chosen(dates_bundle, threads=2) == chosen(dates_bundle, threads=None) == "ort", "it has one thread"
+    assert chosen(dates_bundle, variant="contrib") == "ort"
+    assert chosen(dates_aligned) == "ort", "it does not align"
+    assert chosen(variant("t5")) == "ort"
+    monkeypatch.setattr(native, "MOST_STEP_BYTES", 100_000)
+    assert chosen(dates_bundle) == "ort", "a large model"
+
+
+@pytest.mark.usefixtures("installed")
 def test_bundles_that_it_does_not_compute_have_a_reason(
     dates_fp16: Path, variant: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native, options = registry.get("native"), LoadOptions()
-    assert "precision is fp16" in native.cannot_run(open_bundle(dates_fp16), options)
-    assert "relative_bias is t5" in native.cannot_run(open_bundle(variant("t5")), options)
+    backend, options = registry.get("native"), LoadOptions()
+    assert "precision is fp16" in backend.cannot_run(open_bundle(dates_fp16), options)
+    assert "relative_bias is t5" in backend.cannot_run(open_bundle(variant("t5")), options)
     with pytest.raises(BackendError, match="relative_bias is t5"):
         tfexport.load(variant("t5"), backend="native")
 
 
 def test_the_doctor_tries_it(installed: None) -> None:
     library = registry.get("native").requirements[0]
-    assert run_probe(registry.get("native"), library)["cpu"].startswith("No module named"), (
-        "not in a process of its own"
-    )
+    problem = run_probe(registry.get("native"), library)["cpu"]
+    assert "No module named 'tfexport_native'" in problem, "it is installed for this process only"
     assert probe(library.name, "") == {"cpu": ""}
     assert "--force-reinstall tfexport-native" in repair_command(library.module, library.name)
 

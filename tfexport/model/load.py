@@ -43,7 +43,7 @@ def load(
     Args:
         path: directory of the bundle.
         backend: "ort", "eager", "trt" or "native"; "auto" uses the first of them that is installed and can run the
-            bundle.
+            bundle, and "native" before the others for small models.
         variant: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
         threads: CPU threads of one call in ONNX Runtime. "auto" uses all available cores, but one thread for small runs
             of small models. None lets ONNX Runtime start one on each core that it finds.

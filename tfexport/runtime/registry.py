@@ -116,6 +116,12 @@ class Backend:
             raise BackendError(f"{self.name}: {missing}")
         return cast(BackendModule, importlib.import_module(self.module))
 
+    def is_fastest(self, bundle: Bundle, options: LoadOptions) -> bool:
+        """Return whether "auto" takes this backend before the others of the list."""
+        if self.runs != "weights" or self.missing():
+            return False
+        return bool(importlib.import_module(self.module).is_fastest(bundle, options))
+
     def cannot_run(self, bundle: Bundle, options: LoadOptions) -> str:
         """Return why a bundle does not run on this backend here; "" if it might."""
         manifest = bundle.manifest
@@ -208,10 +214,10 @@ def open_session(bundle: Bundle, options: LoadOptions) -> Session:
 
 
 def choose(bundle: Bundle, options: LoadOptions) -> Backend:
-    """Return the first backend that is installed and can run a bundle."""
+    """Return the fastest backend that is installed and can run a bundle."""
     _check_options(options)
     problems = []
-    for backend in backends():
+    for backend in sorted(backends(), key=lambda each: not each.is_fastest(bundle, options)):
         problem = backend.cannot_run(bundle, options)
         if not problem:
             return backend

@@ -26,14 +26,16 @@ bool is_size(int64_t size, int64_t least = 1) { return size >= least && size <= 
 
 bool is_valid(const native::StackConfig& stack) {
   return is_size(stack.layers) && is_size(stack.heads) && is_size(stack.head_width) && is_size(stack.d_ff) &&
-         stack.heads * stack.head_width <= MOST && stack.activation >= native::RELU && stack.activation <= native::RELU2;
+         stack.heads * stack.head_width <= MOST && stack.activation >= native::RELU &&
+         stack.activation <= native::RELU2;
 }
 
 bool is_valid(const Config& config) {
   return is_size(config.d_model) && config.d_model % native::STEP == 0 && is_size(config.source_vocab) &&
          is_size(config.target_vocab) && is_size(config.max_source_length) && is_size(config.max_target_length) &&
          config.norm >= native::LAYERNORM && config.norm <= native::RMS && is_valid(config.encoder) &&
-         is_valid(config.decoder) && !config.encoder.ssru && (!config.is_tied || config.source_vocab == config.target_vocab);
+         is_valid(config.decoder) && !config.encoder.ssru &&
+         (!config.is_tied || config.source_vocab == config.target_vocab);
 }
 
 bool are_below(const int64_t* ids, int64_t count, int64_t end) {
@@ -69,8 +71,9 @@ EXPORT int32_t tfexport_native_version() { return 1; }
 // Whether this CPU has the instructions of this library; no other function may be called if it has not.
 EXPORT int32_t tfexport_native_is_supported() {
 #if defined(__AVX512VNNI__)
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
 #elif defined(__AVX2__)
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else
@@ -98,9 +101,10 @@ EXPORT int32_t tfexport_native_batch(const Handle* model, int64_t width, Batch**
 
 EXPORT void tfexport_native_free_batch(Batch* batch) { delete batch; }
 
-EXPORT int32_t tfexport_native_add(Batch* batch, int64_t count, const int64_t* ids, int64_t stride, const int64_t* lengths,
-                                   const int64_t* prompts, const int64_t* prompt_lengths) {
-  if (!batch || batch->is_broken || !is_size(count) || !ids || !is_size(stride) || !lengths || !prompts || !prompt_lengths)
+EXPORT int32_t tfexport_native_add(Batch* batch, int64_t count, const int64_t* ids, int64_t stride,
+                                   const int64_t* lengths, const int64_t* prompts, const int64_t* prompt_lengths) {
+  if (!batch || batch->is_broken || !is_size(count) || !ids || !is_size(stride) || !lengths || !prompts ||
+      !prompt_lengths)
     return INVALID;
   const Config& config = batch->model().config;
   if ((batch->num_sources() + count) > MOST / batch->width) return INVALID;
@@ -141,7 +145,8 @@ EXPORT int32_t tfexport_native_steps(Batch* batch, const int64_t* ids, int64_t r
 }
 
 EXPORT int32_t tfexport_native_reorder(Batch* batch, const int64_t* rows, int64_t count) {
-  if (!batch || batch->is_broken || !rows || count != batch->num_rows() || !are_below(rows, count, count)) return INVALID;
+  if (!batch || batch->is_broken || !rows || count != batch->num_rows() || !are_below(rows, count, count))
+    return INVALID;
   for (int64_t row = 0; row < count; row++)
     if (rows[row] / batch->width != row / batch->width) return INVALID;
   return guarded(batch, [&] {
@@ -151,7 +156,8 @@ EXPORT int32_t tfexport_native_reorder(Batch* batch, const int64_t* rows, int64_
 }
 
 EXPORT int32_t tfexport_native_remove(Batch* batch, const int64_t* kept, int64_t count) {
-  if (!batch || batch->is_broken || !kept || !is_size(count, 0) || !are_below(kept, count, batch->num_sources())) return INVALID;
+  if (!batch || batch->is_broken || !kept || !is_size(count, 0) || !are_below(kept, count, batch->num_sources()))
+    return INVALID;
   return guarded(batch, [&] {
     std::vector<bool> seen(batch->num_sources());
     for (int64_t i = 0; i < count; i++) {

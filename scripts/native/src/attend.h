@@ -29,8 +29,8 @@ void mix(const KeyValues& kind, Blocks block, int64_t tokens, int64_t offset, co
 }
 
 template <int QUERIES, typename Blocks>
-void attend(const KeyValues& kind, Blocks block, int64_t tokens, float scale, const float* queries, int64_t query_stride,
-            float* out, int64_t out_stride, float* scores) {
+void attend(const KeyValues& kind, Blocks block, int64_t tokens, float scale, const float* queries,
+            int64_t query_stride, float* out, int64_t out_stride, float* scores) {
   constexpr int N = STEP / LANES;
   int64_t stride = padded(tokens), width = kind.head_width, wide = padded(width);
   for (int64_t head = 0; head < kind.heads; head++) {
@@ -77,7 +77,8 @@ void attend(const KeyValues& kind, Blocks block, int64_t tokens, float scale, co
         continue;
       }
       mix<QUERIES, N>(kind, block, tokens, offset, scores, stride, inverse, padding, STEP);
-      for (int m = 0; m < QUERIES; m++) memcpy(to + m * out_stride, padding + m * STEP, (width - column) * sizeof(float));
+      for (int m = 0; m < QUERIES; m++)
+        memcpy(to + m * out_stride, padding + m * STEP, (width - column) * sizeof(float));
     }
   }
 }

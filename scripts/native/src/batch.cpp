@@ -138,9 +138,11 @@ void Batch::encode(int64_t first, int64_t count, const int64_t* ids, int64_t str
           encoder_kind_.put(token + width, token + 2 * width, blocks.get() + k / STEP * size, k % STEP);
         }
         for (; t + MOST_QUERIES <= length; t += MOST_QUERIES)
-          attend<MOST_QUERIES>(encoder_kind_, block, length, scale, joint + (at + t) * wide, wide, out + (at + t) * attended, attended, scores);
+          attend<MOST_QUERIES>(encoder_kind_, block, length, scale, joint + (at + t) * wide, wide,
+                               out + (at + t) * attended, attended, scores);
         for (; t < length; t++)
-          attend<1>(encoder_kind_, block, length, scale, joint + (at + t) * wide, wide, out + (at + t) * attended, attended, scores);
+          attend<1>(encoder_kind_, block, length, scale, joint + (at + t) * wide, wide, out + (at + t) * attended,
+                    attended, scores);
       }
       layer.self_out(tokens, out, attended, target, scratch_.rounded);
     });
@@ -162,7 +164,8 @@ void Batch::encode(int64_t first, int64_t count, const int64_t* ids, int64_t str
   }
 }
 
-void Batch::self_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, const Target& target) {
+void Batch::self_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
+                           const Target& target) {
   int64_t count = int64_t(rows.size()), width = self_kind_.heads * self_kind_.head_width;
   int64_t wide = padded(3 * width), attended = padded(width), at = number * self_kind_.size();
   float *joint = scratch_.wide.get(), *out = scratch_.attended.get();
@@ -172,7 +175,8 @@ void Batch::self_attention(const Layer& layer, int64_t number, const std::vector
     const float* token = joint + i * wide;
     self_kind_.put(token + width, token + 2 * width, pool_[row.blocks.back()].data + at, row.length % STEP);
     auto block = [&](int64_t b) { return pool_[row.blocks[b]].data + at; };
-    attend<1>(self_kind_, block, row.length + 1, model_->config.decoder.attention_scale, token, wide, out + i * attended, attended, scratch_.scores.get());
+    attend<1>(self_kind_, block, row.length + 1, model_->config.decoder.attention_scale, token, wide,
+              out + i * attended, attended, scratch_.scores.get());
   }
   layer.self_out(count, out, attended, target, scratch_.rounded);
 }
@@ -192,7 +196,8 @@ void Batch::recur(const Layer& layer, int64_t number, const std::vector<int64_t>
   }
 }
 
-void Batch::cross_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, const Target& target) {
+void Batch::cross_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
+                            const Target& target) {
   int64_t count = int64_t(rows.size()), width = padded(cross_kind_.heads * cross_kind_.head_width);
   float *queries = scratch_.wide.get(), *out = scratch_.attended.get(), *scores = scratch_.scores.get();
   float scale = model_->config.decoder.attention_scale;
@@ -231,8 +236,10 @@ void Batch::read(const std::vector<int64_t>& rows, const int64_t* ids) {
   for (size_t number = 0; number < stack.layers.size(); number++) {
     const Layer& layer = stack.layers[number];
     model.residual(stack, layer.norms[0], count, scratch_, [&](const float* in, const Target& target) {
-      if (stack.config.ssru) recur(layer, int64_t(number), rows, in, x);
-      else self_attention(layer, int64_t(number), rows, in, target);
+      if (stack.config.ssru)
+        recur(layer, int64_t(number), rows, in, x);
+      else
+        self_attention(layer, int64_t(number), rows, in, target);
     });
     model.residual(stack, layer.norms[1], count, scratch_, [&](const float* in, const Target& target) {
       cross_attention(layer, int64_t(number), rows, in, target);
@@ -268,7 +275,7 @@ static void select(const float* logits, int64_t size, int64_t count, int64_t* id
     if (found == count) {
       V some = all(-INFINITY);
       for (int64_t j = 0; j < STEP; j += LANES) some = larger(load(logits + i + j), some);
-      if (!(largest_of(some) > best[count - 1])) continue;
+      if (!has_larger(some, best[count - 1])) continue;
     }
     for (int64_t id = i; id < std::min(i + STEP, size); id++) insert(id);
   }
@@ -288,9 +295,11 @@ void Batch::step(const int64_t* ids, const Candidates& to) {
   std::vector<int64_t> rows, read_ids;
   for (int64_t source = 0; source < num_sources(); source++) {
     const int64_t* own = ids + source * width;
-    bool are_equal = sources_[source].rows_are_equal && std::all_of(own, own + width, [&](int64_t id) { return id == *own; });
+    bool are_equal =
+        sources_[source].rows_are_equal && std::all_of(own, own + width, [&](int64_t id) { return id == *own; });
     sources_[source].rows_are_equal = are_equal;
-    for (int64_t w = 0; w < (are_equal ? 1 : width); w++) rows.push_back(source * width + w), read_ids.push_back(own[w]);
+    for (int64_t w = 0; w < (are_equal ? 1 : width); w++)
+      rows.push_back(source * width + w), read_ids.push_back(own[w]);
   }
   read(rows, read_ids.data());
   int64_t size = model_->config.target_vocab, wide = padded(size), count = int64_t(rows.size());
@@ -298,7 +307,8 @@ void Batch::step(const int64_t* ids, const Candidates& to) {
   model_->projection(count, scratch_.x.get(), model_->config.d_model, {logits_.get(), wide}, scratch_.rounded);
   for (int64_t i = 0; i < count; i++) {
     float *logits = logits_.get() + i * wide, scale = model_->config.logit_scale;
-    if (scale != 1) for (int64_t j = 0; j < wide; j += LANES) store(logits + j, load(logits + j) * scale);
+    if (scale != 1)
+      for (int64_t j = 0; j < wide; j += LANES) store(logits + j, load(logits + j) * scale);
     std::fill(logits + size, logits + wide, -INFINITY);
     int64_t row = rows[i], chosen = 0;
     int64_t* best_ids = to.ids + row * to.count;

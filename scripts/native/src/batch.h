@@ -29,7 +29,7 @@ class Batch {
   int64_t steps(const int64_t* ids, Candidates to, int64_t most, const int64_t* stops, int64_t num_stops);
   void reorder(const int64_t* rows);
   void remove(const int64_t* kept, int64_t count);  // source i becomes what source kept[i] is
-  bool is_broken = false;  // after memory ran out within a call
+  bool is_broken = false;                           // after memory ran out within a call
   const int64_t width;
 
  private:
@@ -48,9 +48,11 @@ class Batch {
     int32_t users;
   };
   void encode(int64_t first, int64_t count, const int64_t* ids, int64_t stride);
-  void self_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, const Target& target);
+  void self_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
+                      const Target& target);
   void recur(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, float* x);
-  void cross_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, const Target& target);
+  void cross_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
+                       const Target& target);
   void read(const std::vector<int64_t>& rows, const int64_t* ids);  // leaves the decoder's output in scratch_.x
   int32_t take();
   void release(Row& row);

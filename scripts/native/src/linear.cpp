@@ -24,7 +24,8 @@ Linear::Linear(const Tensor& weight, const float* bias) : inputs(weight.columns)
   auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
   for (int64_t n = 0; n < outputs; n++)
     for (int64_t k = 0; k < inputs; k++) {  // padding of the last block stays 0, and its activations are 0
-      int64_t at = n * blocks_ + k / block_, place = ((n / PANEL * lanes_ + k / GROUP) * PANEL + n % PANEL) * GROUP + k % GROUP;
+      int64_t at = n * blocks_ + k / block_,
+              place = ((n / PANEL * lanes_ + k / GROUP) * PANEL + n % PANEL) * GROUP + k % GROUP;
       int64_t own = (n / PANEL * blocks_ + k / block_) * PANEL + n % PANEL;
       uint8_t value = from[n * blocks_ * block_ + k];
       if constexpr (GROUP == 4) {
@@ -134,7 +135,8 @@ void Linear::byte_tile(int64_t panel, const Rounded& x, int64_t row, const Targe
     for (int64_t k = 0; k < lanes; k++, w += PANEL, from += ROWS) {
       I v[N];
 #pragma GCC unroll 16
-      for (int j = 0; j < N; j++) v[j] = (I)load(reinterpret_cast<const float*>(w + j / VECTORS * lanes_ * PANEL + j % VECTORS * LANES));
+      for (int j = 0; j < N; j++)
+        v[j] = (I)load(reinterpret_cast<const float*>(w + j / VECTORS * lanes_ * PANEL + j % VECTORS * LANES));
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 16
@@ -161,8 +163,10 @@ void Linear::some_rows(int64_t rows, int64_t panel, const float* x, int64_t stri
                        const Rounded& rounded) const {
   if constexpr (M > 0) {
     if (rows != M) return some_rows<M - 1>(rows, panel, x, stride, row, target, rounded);
-    if (lanes_) byte_tile<M, 1>(panel, rounded, row, target);
-    else float_tile<M, 1>(panel, x, stride, row, target);
+    if (lanes_)
+      byte_tile<M, 1>(panel, rounded, row, target);
+    else
+      float_tile<M, 1>(panel, x, stride, row, target);
   }
 }
 
@@ -170,7 +174,8 @@ void Linear::operator()(int64_t rows, const float* x, int64_t stride, const Targ
   if (lanes_) round(rows, x, stride, scratch);
   int64_t panel = 0;
   if (rows == 1)  // more sums than one panel has, because each addition waits for the one before
-    for (; panel + 2 <= panels_; panel += 2) lanes_ ? byte_tile<1, 2>(panel, scratch, 0, target) : float_tile<1, 2>(panel, x, stride, 0, target);
+    for (; panel + 2 <= panels_; panel += 2)
+      lanes_ ? byte_tile<1, 2>(panel, scratch, 0, target) : float_tile<1, 2>(panel, x, stride, 0, target);
   for (; panel < panels_; panel++)
     for (int64_t row = 0; row < rows; row += ROWS)
       some_rows<ROWS>(std::min<int64_t>(ROWS, rows - row), panel, x, stride, row, target, scratch);
@@ -195,9 +200,12 @@ void Table::read(int64_t row, float* to) const {
     memcpy(to, floats_.get() + row * columns, columns * sizeof(float));
     return;
   }
-  for (int64_t k = 0; k < columns; k++) {
-    int64_t at = row * blocks_ + k / block_;
-    to[k] = float(bytes_.get()[row * blocks_ * block_ + k] - zeros_.get()[at]) * scales_.get()[at];
+  for (int64_t b = 0; b < blocks_; b++) {
+    int64_t at = row * blocks_ + b, begin = b * block_, end = std::min(begin + block_, columns);
+    const uint8_t* bytes = bytes_.get() + row * blocks_ * block_;
+    int32_t zero = zeros_.get()[at];
+    float scale = scales_.get()[at];
+    for (int64_t k = begin; k < end; k++) to[k] = float(bytes[k] - zero) * scale;
   }
 }
 

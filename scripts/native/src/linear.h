@@ -5,7 +5,6 @@
 #include <memory>
 #include <new>
 #include <stdexcept>
-#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -17,7 +16,8 @@ template <typename T>
 class Array {
  public:
   Array() = default;
-  explicit Array(size_t size) : size_(size), data_(static_cast<T*>(::operator new[](bytes(size), std::align_val_t(64)))) {
+  explicit Array(size_t size)
+      : size_(size), data_(static_cast<T*>(::operator new[](bytes(size), std::align_val_t(64)))) {
     memset(static_cast<void*>(data_.get()), 0, bytes(size));
   }
   T* get() const { return data_.get(); }

@@ -9,7 +9,8 @@ Tensor Tensors::take(int64_t rows, int64_t columns, bool may_be_bytes) {
   Tensor found = *next_++;
   bool is_valid = found.values && found.rows == rows && found.columns == columns && found.block >= 0;
   if (found.block) {
-    is_valid = is_valid && may_be_bytes && found.block % STEP == 0 && found.block <= 65536 && found.scales && found.zeros;
+    is_valid =
+        is_valid && may_be_bytes && found.block % STEP == 0 && found.block <= 65536 && found.scales && found.zeros;
   }
   if (!is_valid) throw std::invalid_argument("a tensor has the wrong shape");
   return found;
@@ -105,8 +106,10 @@ void Model::normalize(const Stack& stack, const NormWeights& norm, int64_t rows,
       squares += v * v;
     }
     float sum = sum_of(squares);
-    if (config.norm == STD) scale = 1 / (std::sqrt(sum / float(d - 1)) + eps);
-    else scale = 1 / std::sqrt(sum / float(d) + eps);
+    if (config.norm == STD)
+      scale = 1 / (std::sqrt(sum / float(d - 1)) + eps);
+    else
+      scale = 1 / std::sqrt(sum / float(d) + eps);
     for (int64_t i = 0; i < d; i += LANES) {
       V v = (load(x + i) - mean) * scale * load(weight + i);
       store(y + i, bias ? v + load(bias + i) : v);
@@ -127,12 +130,19 @@ static V erf_of(V x) {  // Abramowitz and Stegun, 7.1.26; its error is below 1.5
 
 static V activated(int32_t kind, V x) {
   switch (kind) {
-    case GELU: return x * 0.5f * (1.f + erf_of(x * 0.70710678f));
-    case SILU: return x * sigmoid(x);
-    case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // (1 + tanh(u)) / 2 = sigmoid(2u)
-    case QUICK_GELU: return x * sigmoid(1.702f * x);
-    case RELU2: x = x < 0 ? V{} : x; return x * x;
-    default: return x < 0 ? V{} : x;
+    case GELU:
+      return x * 0.5f * (1.f + erf_of(x * 0.70710678f));
+    case SILU:
+      return x * sigmoid(x);
+    case GELU_TANH:
+      return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // (1 + tanh(u)) / 2 = sigmoid(2u)
+    case QUICK_GELU:
+      return x * sigmoid(1.702f * x);
+    case RELU2:
+      x = x < 0 ? V{} : x;
+      return x * x;
+    default:
+      return x < 0 ? V{} : x;
   }
 }
 

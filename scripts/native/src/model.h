@@ -81,7 +81,8 @@ class Model {
 };
 
 template <typename Sublayer>
-void Model::residual(const Stack& stack, const NormWeights& norm, int64_t rows, Scratch& scratch, Sublayer sublayer) const {
+void Model::residual(const Stack& stack, const NormWeights& norm, int64_t rows, Scratch& scratch,
+                     Sublayer sublayer) const {
   float *x = scratch.x.get(), *in = x;
   if (stack.config.is_pre) normalize(stack, norm, rows, x, in = scratch.y.get());
   sublayer(in, Target{x, config.d_model, false, x, stack.config.residual_scale});
@@ -98,7 +99,7 @@ struct KeyValues {
 
 // Attention of QUERIES rows over the same tokens. block(i) is the i-th block; `scores` has QUERIES * padded(tokens).
 template <int QUERIES, typename Blocks>
-void attend(const KeyValues& kind, Blocks block, int64_t tokens, float scale, const float* queries, int64_t query_stride,
-            float* out, int64_t out_stride, float* scores);
+void attend(const KeyValues& kind, Blocks block, int64_t tokens, float scale, const float* queries,
+            int64_t query_stride, float* out, int64_t out_stride, float* scores);
 
 }  // namespace native

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -33,18 +34,44 @@ typedef Narrow Narrows __attribute__((vector_size(LANES * sizeof(Narrow))));
 constexpr int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
 inline V load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, V v) { *reinterpret_cast<Unaligned*>(to) = v; }
-inline V all(float x) { return V{} + x; }
+inline V all(float x) { return x - V{}; }  // the compiler drops "- 0", but not "+ 0", which changes -0
 inline V larger(V a, V b) { return a > b ? a : b; }
 inline V smaller(V a, V b) { return a < b ? a : b; }
+
+// Halves are combined until one number is left: fewer additions wait for each other than one by one.
+template <int N>
+struct Floats {
+  typedef float T __attribute__((vector_size(N * 4)));
+};
+template <int N, typename Combine>
+float folded(typename Floats<N>::T v, Combine combine) {
+  if constexpr (N == 1) {
+    return v[0];
+  } else {
+    typename Floats<N / 2>::T low, high;
+    memcpy(&low, &v, sizeof low);
+    memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+    return folded<N / 2>(combine(low, high), combine);
+  }
+}
 inline float sum_of(V v) {
-  float sum = 0;
-  for (int i = 0; i < LANES; i++) sum += v[i];
-  return sum;
+  return folded<LANES>(v, [](auto a, auto b) { return a + b; });
 }
 inline float largest_of(V v) {
-  float largest = v[0];
-  for (int i = 1; i < LANES; i++) largest = v[i] > largest ? v[i] : largest;
-  return largest;
+  return folded<LANES>(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// Whether a number of `v` is larger than `x`.
+inline bool has_larger(V v, float x) {
+#if defined(__AVX512VNNI__)
+  return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(x), _CMP_GT_OQ);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)(v > x));
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)(v > x));
+#else
+  return vmaxvq_u32((uint32x4_t)(v > x));
+#endif
 }
 
 // e^x by a polynomial (Cephes); NaN stays NaN.

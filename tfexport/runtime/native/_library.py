@@ -85,8 +85,9 @@ class Library:
         """Call a function; raise `BackendError` if it fails."""
         status = self._functions[name](*arguments)
         if status:
-            problem = "got invalid arguments" if status == _INVALID else "ran out of memory"
-            raise BackendError(f"native: {name} {problem}; close other programs or use smaller batches")
+            if status == _INVALID:
+                raise BackendError(f"native: {name} refused its arguments; begin a new batch, and report a bug")
+            raise BackendError(f"native: {name} ran out of memory; close other programs or use smaller batches")
 
     def make(self, name: str, *arguments: Any) -> int:
         """Call a function that makes an object; return its address."""

@@ -11,19 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import WEIGHTS
+from tfexport.contract import DECODER, WEIGHTS, has_speculation
 from tfexport.errors import BackendError, raise_all
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedScoring, CheckedSession, check_step
+from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.native._library import Library, TensorView, find_library
 from tfexport.runtime.native._plan import config_of, config_problems, problems, tensors
-from tfexport.runtime.registry import Graphs, LoadOptions
-from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Prompts, close_up, rows_of
+from tfexport.runtime.registry import AUTO, Graphs, LoadOptions
+from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Limits, Prompts, close_up, rows_of
 from tfexport.runtime.sources import Sources
 from tfexport.sources import SOURCE_IDS
 
 _REMEDY = "use --backend ort"
+# Weights that a step reads, up to which it was faster than ONNX Runtime with one and with two threads.
+MOST_STEP_BYTES = 4 * 2**20
 
 
 class _Object:
@@ -114,7 +117,7 @@ class NativeBatch(CheckedScoring):
             given_address,
             *buffers.addresses[1:],
         )
-        self.lengths = self.lengths + 1
+        self.lengths = self.lengths + ONE
         return Candidates(buffers.token_ids.copy(), buffers.logits.copy(), buffers.log_normalizer.copy())
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
@@ -140,8 +143,9 @@ class NativeBatch(CheckedScoring):
 
     def _reorder(self, rows: Ids) -> None:
         order = np.ascontiguousarray(rows)
-        self._library.call("reorder", self._batch.address, order.ctypes.data, order.size)
-        self.lengths = self.lengths[order]
+        self._library.call(
+            "reorder", self._batch.address, order.ctypes.data, order.size
+        )  # rows of a source are equally long
 
     def _remove(self, sources: Ids) -> None:
         kept = close_up(self.lengths.size // self.width, sources)
@@ -159,6 +163,16 @@ class _Buffers:
         self.log_normalizer: Floats = np.empty(rows, np.float32)
         arrays: list[NDArray[Any]] = [self.target_ids, self.token_ids, self.logits, self.log_normalizer]
         self.addresses = [array.ctypes.data for array in arrays]
+
+
+def is_fastest(bundle: Bundle, options: LoadOptions) -> bool:
+    """Return whether ONNX Runtime is slower and has nothing that is asked for."""
+    manifest, step_bytes = bundle.manifest, step_weight_bytes(bundle)
+    decoders = [graph.spec for name, graph in manifest.graphs.items() if name in DECODER.values()]
+    has_more = manifest.alignment is not None or any(map(has_speculation, decoders))
+    is_plain = options.variant is None and options.device == "cpu" and options.threads in (AUTO, 1)
+    is_small = step_bytes is not None and step_bytes < MOST_STEP_BYTES
+    return is_plain and is_small and not has_more and not problems(manifest)
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> NativeSession:
