@@ -215,6 +215,9 @@ def step_lines(found: Sequence[Numbers]) -> list[str]:
     """Return tables of all measured steps: one row per backend, one column per setting."""
     bandwidth = max((numbers.get("bandwidth_gb_s", 0) for numbers in found), default=0)
     lines = grid("Milliseconds a step", found, lambda numbers: f"{numbers['step_ms']:.3f}")
+    if lines:
+        lines += ["", "A decode with its encoder, divided by its steps. The eager and compiled models wait for the GPU"]
+        lines[-1] += " several times in a step, to upload tokens and to compare candidates."
     if bandwidth:
         title = f"Percent of the measured {bandwidth:.0f} GB/s"  # that the bytes that a step must read are
         lines += grid(title, found, lambda n: f"{100 * n['step_bytes'] / (n['step_ms'] * 1e6) / bandwidth:.0f}")

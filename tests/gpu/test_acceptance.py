@@ -30,7 +30,7 @@ from tfexport.doctor import Diagnosis, Library
 from tfexport.nn.config import model_spec
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.registry import LoadOptions, open_session
-from tfexport.tensorrt.config import Target
+from tfexport.tensorrt.config import Target, default_capacities
 from tfexport.tensorrt.cuda import find_gpus
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -115,14 +115,14 @@ def run_worker(tmp_path: Path, program: str, limit_s: int = 60) -> acceptance.Ou
         ("check('a'); check('b', crash)", "failed", "crashed with signal 11", ["passed", "failed"]),
         ("check('a'); print('the end'); sys.exit(3)", "failed", "exit code 3", ["passed"]),
         ("pass", "failed", "nothing was checked", []),
-        ("check('a', hang)", "failed", "no check ended within 3 s", ["failed"]),
-        ("check('a'); check('b', hang)", "unfinished", "stopped after 3 s", ["passed", "unfinished"]),
+        ("check('a', hang)", "failed", "no check ended within 5 s", ["failed"]),
+        ("check('a'); check('b', hang)", "unfinished", "stopped after 5 s", ["passed", "unfinished"]),
     ],
 )
 def test_a_part_that_fails_crashes_or_hangs_is_a_result(
     tmp_path: Path, program: str, status: str, reason: str, found: list[str]
 ) -> None:
-    outcome = run_worker(tmp_path, program, 3 if "hang" in program else 60)
+    outcome = run_worker(tmp_path, program, 5 if "hang" in program else 60)
     assert (outcome.status, outcome.reason) == (status, reason)
     assert [check["status"] for check in outcome.checks] == found
     assert outcome.is_complete == (reason in ("", "nothing was checked"))
@@ -227,6 +227,7 @@ def test_the_report_has_reasons_and_numbers(tmp_path: Path) -> None:
     assert "## Milliseconds a step\n\n| backend | greedy | beam 4 |" in text
     assert "| eager | 1.000 | 2.000 |\n| ort | 0.125 |  |" in text
     # 100 MB in 0.125 ms are 800 GB/s, a fifth of 4,000.
+    assert "A decode with its encoder, divided by its steps." in text
     assert "## Percent of the measured 4000 GB/s" in text
     assert "| eager | 2 | 9 |\n| ort | 20 |  |" in text
     assert "## Kernels, copies and fills a step\n\n| backend | greedy |\n| --- | --- |\n| ort | 223 |" in text
@@ -272,8 +273,10 @@ def test_latency_is_measured_with_graphs_and_without(
 ) -> None:
     monkeypatch.setattr(latency, "MEASURED", "dates")
     job.copy("dates-fp32-latency", job.bundle("dates"), engines=False)
-    monkeypatch.setattr(job, "engine", lambda *arguments, **more: "double")
+    built: list[dict[str, int]] = []
+    monkeypatch.setattr(job, "engine", lambda *arguments, **more: (built.append(more), "double")[1])
     latency.latency(job, "tensorrt", "fp32")
+    assert default_capacities(built[0]["max_target_length"]) == (64,), "one decoder to build, not several"
     latency.double_latency(job, "fp32", CudaDouble, TorchEngine)
     latency.ort_latency(job, "fp32", "cpu")
     found = checks(job.work / "found.jsonl")
