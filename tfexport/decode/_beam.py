@@ -69,7 +69,7 @@ class BeamSearch(Search):
         super().__init__(spec)
         self.width = config.num_beams
         self._config, self._processors = config, Processors(config, spec)
-        self._ends, self.stop_ids = self._processors.ends, self._processors.stop_ids
+        self._ends = self._processors.ends
         # `width` beams continue even if each of the best beams ends with each of the end tokens.
         self._num_extensions = (1 + len(self._ends.ids)) * self.width
         self._divisors = _divisors(spec.max_target_length, config.length_penalty)

@@ -117,11 +117,9 @@ class _Kind:
         if self.sampler:
             self.sampler.add(requests)
 
-    def keep(self, moved_to: Ids) -> None:
-        """Remove the rows that move to -1; the others stay in the order of the search."""
-        moved = moved_to[self.rows]
-        order = moved.argsort()[np.count_nonzero(moved < 0) :]
-        self.rows = moved[order]
+    def keep(self, order: Ids, rows: Ids) -> None:
+        """Keep some rows, in this order; they are then `rows` of the search."""
+        self.rows = rows
         self.processors.keep(order)
         if self.sampler:
             self.sampler.keep(order)
@@ -143,11 +141,11 @@ class _Kind:
             rows, count = self.rows, self._num_candidates  # `take` is the fastest for a few rows
             some = (found.token_ids[:, :count].take(rows, 0), found.logits[:, :count].take(rows, 0))
             found = Candidates(*some, found.log_normalizer.take(rows))
-            num_new, limits = num_new.take(rows), limits.take(rows)
         if self._history is None:
             token_ids, log_probs = found.token_ids, found.log_probs
         else:
-            token_ids, log_probs = self.processors.apply(found, self._history, num_new, limits)
+            numbers = num_new.take(self.rows), limits.take(self.rows)
+            token_ids, log_probs = self.processors.apply(found, self._history, *numbers)
         best = log_probs[:, 0].copy()  # a view would keep all candidates of the step alive
         if self.sampler is None:
             return token_ids[:, 0].copy(), best
@@ -180,32 +178,39 @@ class GreedySearch(Search):
                 newest, key = request.config, kind_of(request.config)
             by_kind.setdefault(key, []).append(number)
         for key, numbers in by_kind.items():
-            if key not in self._kinds:
+            if is_new := key not in self._kinds:
                 self._kinds[key] = _Kind(requests[numbers[0]].config, self._spec)
             self._kinds[key].add([requests[number] for number in numbers], first + np.array(numbers))
-        self._measure()
+            if is_new:
+                self._sort()
 
     def keep(self, sources: Ids) -> None:
         moved_to = np.full(len(self.requests), -1)
         moved_to[sources] = np.arange(sources.size)
         super().keep(sources)
         self._totals = self._totals[sources]
+        if len(self._kinds) == 1:
+            (kind,) = self._kinds.values()
+            kind.keep(sources, np.arange(sources.size))
+            return
         for kind in self._kinds.values():
-            kind.keep(moved_to)
-        self._kinds = {key: kind for key, kind in self._kinds.items() if kind.rows.size}
-        self._measure()
+            moved = moved_to[kind.rows]
+            order = moved.argsort()[np.count_nonzero(moved < 0) :]
+            kind.keep(order, moved[order])
+        if any(not kind.rows.size for kind in self._kinds.values()):
+            self._kinds = {key: kind for key, kind in self._kinds.items() if kind.rows.size}
+            self._sort()
 
-    def _measure(self) -> None:
+    def _sort(self) -> None:
+        """Find out which kinds choose tokens, and whether all have the same end tokens."""
         kinds = list(self._kinds.values())
+        self._ends = kinds[0].processors.ends if len({kind.processors.ends.ids for kind in kinds}) == 1 else None
         self._choosing = [kind for kind in kinds if kind.sampler or kind.processors]
         self._samples = any(kind.sampler for kind in kinds)
-        by_ends: dict[tuple[int, ...], list[_Kind]] = {}
-        for kind in kinds:
-            by_ends.setdefault(kind.processors.ends.ids, []).append(kind)
-        self._ends = [
-            (some[0].processors.ends, np.concatenate([kind.rows for kind in some])) for some in by_ends.values()
-        ]
-        self.stop_ids = frozenset().union(*(kind.processors.stop_ids for kind in kinds))
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset().union(*(kind.processors.stop_ids for kind in self._kinds.values()))
 
     def num_candidates(self) -> int:
         return max((kind.num_candidates(self.history) for kind in self._choosing), default=1)
@@ -224,11 +229,11 @@ class GreedySearch(Search):
         self._num_new = self._num_new + ONE
         self.history.append(new_ids)
         ended = self._num_new == self._limits
-        if len(self._ends) == 1:
-            ended |= self._ends[0][0].among(new_ids)
+        if self._ends:
+            ended |= self._ends.among(new_ids)
         else:
-            for ends, rows in self._ends:
-                ended[rows] |= ends.among(new_ids[rows])
+            for kind in self._kinds.values():
+                ended[kind.rows] |= kind.processors.ends.among(new_ids[kind.rows])
         if self._has_stops:
             self._is_stopped = self._stopped()
             ended |= self._is_stopped | self._deadlines.are_late()

@@ -25,7 +25,6 @@ class Search(ABC):
     """Sources that are decoded together, each of its own length."""
 
     width: int  # rows of a source
-    stop_ids: frozenset[int]  # tokens that end steps taken at once
 
     def __init__(self, spec: ModelSpec) -> None:
         self.requests: list[Request] = []  # the sources, by place
@@ -51,6 +50,11 @@ class Search(ABC):
         self._deadlines.keep(sources)
         self._has_stops = self._has_stops and _have_stops(self.requests)
         self._num_new, self._limits = self._num_new[sources], self._limits[sources]
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end steps taken at once if they are the best."""
+        return frozenset()
 
     @property
     def follows_best(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 
@@ -47,20 +48,21 @@ class Deadlines:
     """Time limits of the sources of one search."""
 
     def __init__(self) -> None:
-        self._ends = np.empty(0)
+        self._ends: list[float] = []  # of time.monotonic()
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append sources; their time limits start now."""
-        limits = [np.inf if (limit := request.config.max_time) is None else limit for request in requests]
-        self._ends = np.concatenate((self._ends, np.add(limits, time.monotonic())))
+        now = time.monotonic()
+        limits = (request.config.max_time for request in requests)
+        self._ends += [math.inf if limit is None else now + limit for limit in limits]
 
     def keep(self, sources: Ids) -> None:
         """Remove all other sources."""
-        self._ends = self._ends[sources]
+        self._ends = [self._ends[source] for source in sources.tolist()]
 
     def are_late(self) -> Mask:
         """Return which sources have exceeded their time limit, bool [sources]."""
-        late: Mask = time.monotonic() > self._ends
+        late: Mask = time.monotonic() > np.array(self._ends)
         return late
 
 

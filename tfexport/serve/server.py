@@ -31,8 +31,7 @@ from tfexport.serve.middleware import BearerTokens
 
 logger = logging.getLogger(__name__)
 # With Python's default of 5 ms, the event loop and the engines' threads wait for each other longer than a step takes.
-# An engine that waits after each run of a small model loses most of its time with 0.5 ms.
-SWITCH_INTERVAL_S = 0.0001
+SWITCH_INTERVAL_S = 0.0005
 GRACE_S = 2  # for clients to read the last responses
 # By default, the kernel buffers megabytes per connection if the client does not read.
 SEND_BUFFER_BYTES = 128 * 1024
