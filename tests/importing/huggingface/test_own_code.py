@@ -86,7 +86,8 @@ def test_without_transformers_a_note_gives_the_reason(
     monkeypatch.setitem(sys.modules, "transformers", broken if is_installed else None)
     found = import_checkpoint(tmp_path / "hf", tmp_path / "model")
     assert found.certificate.proof.status == "unproven"
-    assert sum("not compared with transformers" in note for note in found.notes) == 1
+    (note,) = (note for note in found.notes if "not compared with transformers" in note)
+    assert "pip install 'tfexport[hf]'" in note
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from tfexport._io.extras import install_command
 from tfexport.bundle.status import HUGGING_FACE
 from tfexport.errors import BackendError, ParityError, raise_all
 from tfexport.importing.huggingface import Family
@@ -44,6 +45,8 @@ def prove(
 ) -> Certificate:
     """Compare with transformers; raise BackendError if it cannot run the model."""
     transformers = need_transformers(path)
+    if not hasattr(transformers, "core_model_loading"):
+        raise BackendError(f"the installed transformers is older than 5.0; {install_command('transformers')}")
     task = "SpeechSeq2Seq" if family.features else "ImageTextToText" if family.image else "Seq2SeqLM"
     kind = getattr(transformers, f"AutoModelFor{task}")
     verbosity = transformers.utils.logging.get_verbosity()
