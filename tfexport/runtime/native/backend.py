@@ -25,7 +25,8 @@ from tfexport.runtime.sources import Sources
 from tfexport.sources import SOURCE_IDS
 
 _REMEDY = "use --backend ort"
-# Weights that a step reads, up to which it was faster than ONNX Runtime with one and with two threads.
+# Weights that a step reads, up to which it is chosen by itself. Larger models were faster, too, on one thread, but ONNX
+# Runtime computes them on several.
 MOST_STEP_BYTES = 4 * 2**20
 
 
