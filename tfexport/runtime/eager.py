@@ -188,7 +188,10 @@ def _best(logits: Tensor, k: int) -> Tensor:
 def _grown(part: Tensor, shape: Sequence[int]) -> Tensor:
     # Zeros, because masked places must be finite. A size of -1 stays.
     added = [(0, 0 if size < 0 else size - old) for old, size in zip(part.shape, shape, strict=True)]
-    return F.pad(part, [number for pair in added[::-1] for number in pair])
+    numbers = [number for pair in added[::-1] for number in pair]
+    while numbers and not numbers[-1]:  # PyTorch 2.9 cannot pad a dimension of size 0 by 0
+        del numbers[-2:]
+    return F.pad(part, numbers)
 
 
 @torch.inference_mode()
