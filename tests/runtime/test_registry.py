@@ -114,7 +114,7 @@ def test_auto_takes_the_first_that_is_installed_and_can_run_the_bundle(
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Variant | None]:
     """Record the variants that are opened; the graphs of these bundles are placeholders."""
     variants: list[Variant | None] = []
-    monkeypatch.setattr(ort, "OrtSession", lambda graphs, variant, *more: variants.append(variant))
+    monkeypatch.setattr(ort, "OrtSession", lambda graphs, variant, *more, **options: variants.append(variant))
     return variants
 
 
@@ -122,7 +122,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Variant | None]:
 def without_static(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate a GPU without kernels for the static variant."""
 
-    def refuse_static(graphs: Any, variant: Variant | None, *more: Any) -> str:
+    def refuse_static(graphs: Any, variant: Variant | None, *more: Any, **options: Any) -> str:
         if variant == "static":
             raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
         return f"opened {variant}"

@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -52,6 +53,7 @@ class Call:
     encode_s: float
     reorder_s: float
     step_s: array[float]
+    phases: Sequence[tuple[str, float, float]] = ()  # name, begin and seconds of each call of the session
 
 
 def _doubles() -> array[float]:
@@ -108,6 +110,14 @@ class TimedSession:
         self.reorder_s = 0.0  # reordering and removing rows
         self.step_s = array("d")
         self.first_step_ended = 0.0
+        self.phases: list[tuple[str, float, float]] = []
+
+    def time(self, name: str, call: Callable[[], T]) -> tuple[float, T]:
+        """Call the session and record a phase; return its seconds and its result."""
+        began = time.perf_counter()
+        seconds, result = clock(call)
+        self.phases.append((name, began, seconds))
+        return seconds, result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -127,19 +137,19 @@ class _TimedBatch:
         return self._batch.lengths
 
     def add(self, sources: Sources, prompts: Prompts) -> None:
-        self._times.encode_s += clock(lambda: self._batch.add(sources, prompts))[0]
+        self._times.encode_s += self._times.time("encode and prefill", lambda: self._batch.add(sources, prompts))[0]
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        seconds, candidates = clock(lambda: self._batch.step(target_ids, num_candidates))
+        seconds, candidates = self._times.time("step", lambda: self._batch.step(target_ids, num_candidates))
         self._times.step_s.append(seconds)
         self._times.first_step_ended = self._times.first_step_ended or time.perf_counter()
         return candidates
 
     def reorder(self, rows: Ids) -> None:
-        self._times.reorder_s += clock(lambda: self._batch.reorder(rows))[0]
+        self._times.reorder_s += self._times.time("reorder", lambda: self._batch.reorder(rows))[0]
 
     def remove(self, sources: Ids) -> None:
-        self._times.reorder_s += clock(lambda: self._batch.remove(sources))[0]
+        self._times.reorder_s += self._times.time("remove", lambda: self._batch.remove(sources))[0]
 
 
 class _TimedMultiStep(_TimedBatch):
@@ -148,10 +158,11 @@ class _TimedMultiStep(_TimedBatch):
         parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
         left = steps - 1
         while left and stop_ids.isdisjoint((best := parts[-1].token_ids[-1, :, 0]).tolist()):
-            began, batch = time.perf_counter(), cast(MultiStep, self._batch)
-            part = batch.multi_step(best, num_candidates, min(left, STEPS_TOGETHER), stop_ids)
+            batch, most = cast(MultiStep, self._batch), min(left, STEPS_TOGETHER)
+            ask = partial(batch.multi_step, best, num_candidates, most, stop_ids)
+            seconds, part = self._times.time("steps", ask)
             taken = len(part.token_ids)
-            self._times.step_s.extend([(time.perf_counter() - began) / taken] * taken)
+            self._times.step_s.extend([seconds / taken] * taken)
             parts.append(part)
             left -= taken
         columns = ("token_ids", "logits", "log_normalizer")
@@ -172,6 +183,7 @@ def timed_call(session: Session, config: DecodeConfig, sources: Sequence[Sequenc
         encode_s=timed.encode_s,
         reorder_s=timed.reorder_s,
         step_s=timed.step_s,
+        phases=timed.phases,
     )
 
 

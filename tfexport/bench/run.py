@@ -22,6 +22,7 @@ from tfexport.bench._report import build_result
 from tfexport.bench._server import measure_engine, measure_url
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.machine import environment, peak_memory_bytes
+from tfexport.bench.trace import trace_calls
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BackendError, BenchError, InputError, ParityError
 from tfexport.model.load import load
@@ -42,15 +43,19 @@ def bench_bundle(
     texts: Sequence[str] | None = None,
     verify: bool = True,
     against: str | None = None,
+    write_trace: Callable[[dict[str, Any]], None] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure a bundle, or a server that serves one; return the report as JSON values.
 
-    With `verify`, raise if the bundle differs from the eager model, or the server from the bundle.
+    With `verify`, raise if the bundle differs from the eager model, or the server from the bundle. `write_trace` is
+    called with a Chrome trace of one batch of every cell, which is decoded once more after the measurement.
     """
     keys = TrustedKeys.read(config.trusted_keys) if config.trusted_keys else None
     bundle = None if path is None else open_bundle(path, trusted_keys=keys)
     _check(bundle, config, texts)
+    if write_trace and config.url:
+        raise InputError("bench: --profile decodes a bundle in this process; leave out --url")
     if config.url:
         import httpx  # noqa: F401 - if it is missing, fail before a process starts
     resolved = resolve(config, bundle.manifest.spec if bundle else None, has_texts=texts is not None)
@@ -68,6 +73,8 @@ def bench_bundle(
     if bundle and path:
         accuracy = bundle.manifest.accuracy
         about["bundle"] = {"name": path.resolve().name, "sha256": bundle.sha256, "precision": accuracy}
+    if write_trace and bundle:
+        write_trace(trace_calls(bundle, resolved, texts, report))
     digest = None if texts is None else sha256("\n".join(texts).encode()).hexdigest()
     about["input"] = None if texts is None else {"texts": len(texts), "sha256": digest}
     about["environment"] = environment(results[0].get("threads", available_cores()))

@@ -60,7 +60,14 @@ def verify(bundle: Path, samples: int, seed: int, as_json: bool, **options: Any)
 @click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY to verify with.")
 @click.option("--json", "json_file", type=PATH, help="File to write the whole report to.")
 @click.option("--html", "html_file", type=PATH, help="HTML page with plots to write.")
-def bench(bundle: Path | None, json_file: Path | None, html_file: Path | None, **options: Any) -> None:
+@click.option(
+    "--profile",
+    type=PATH,
+    help="Chrome trace to write, for ui.perfetto.dev: phases and operators of one more batch of every size.",
+)
+def bench(
+    bundle: Path | None, json_file: Path | None, html_file: Path | None, profile: Path | None, **options: Any
+) -> None:
     """Measure the speed, latency and memory of BUNDLE, or of the server at --url.
 
     The exit code is 2 if the report is INVALID. `tfexport bench compare` compares two reports.
@@ -80,8 +87,11 @@ def bench(bundle: Path | None, json_file: Path | None, html_file: Path | None, *
     with ExitStack() as stack:
         json_lines = stack.enter_context(write_whole(json_file)) if json_file else []
         html_lines = stack.enter_context(write_whole(html_file)) if html_file else []
-        verification = {name: options[name] for name in ("verify", "against")}
-        result = bench_bundle(bundle, settings, texts=texts, report=report_line, **verification)
+        trace = stack.enter_context(write_whole(profile)) if profile else None
+        others: dict[str, Any] = {name: options[name] for name in ("verify", "against")}
+        if trace is not None:
+            others["write_trace"] = lambda found: trace.append(json.dumps(found))
+        result = bench_bundle(bundle, settings, texts=texts, report=report_line, **others)
         json_lines.append(json.dumps(result, indent=2, allow_nan=False))
         if html_file:
             html_lines.append(render(result).rstrip())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfexport._io.phases import phase
 from tfexport.contract import ModelSpec
 from tfexport.decode._processors import Processors
 from tfexport.decode._search import Outcome, Search, is_any, is_broken, nan_error, no_token_error, repaired
@@ -96,6 +97,7 @@ class BeamSearch(Search):
     def num_candidates(self) -> int:
         return self._processors.num_candidates(self._num_extensions, self.history)
 
+    @phase("select")
     def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
         done: dict[int, Outcome] = {}
         broken = is_broken(found)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tfexport._io.phases import phase
 from tfexport.contract import ModelSpec
 from tfexport.decode._history import History, Tokens
 from tfexport.decode._processors import Processors, kind_of, sampling_filters
@@ -215,6 +216,7 @@ class GreedySearch(Search):
     def num_candidates(self) -> int:
         return max((kind.num_candidates(self.history) for kind in self._choosing), default=1)
 
+    @phase("select")
     def take(self, found: Candidates) -> tuple[Ids | None, dict[int, Outcome]]:
         broken = is_broken(found)
         if broken is not None:
@@ -256,6 +258,7 @@ class GreedySearch(Search):
             return 1
         return int((self._limits - self._num_new).min())
 
+    @phase("select")
     def follow(self, found: Candidates) -> None:
         token_ids, log_probs = found.token_ids[:, :, 0], found.logits[:, :, 0] - found.log_normalizer
         finite = np.isfinite(log_probs)

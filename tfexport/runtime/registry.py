@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tfexport.runtime.session import Session
 
 AUTO: Final = "auto"
+PROFILE_START = "start"  # file next to a profile: nanoseconds since 1970 when it began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class LoadOptions:
     device: Device = "cpu"
     engine: str | None = None
     is_shared: bool = False  # whether the process has other threads of Python
+    profile: Path | None = None  # where ONNX Runtime writes a folder of events for each graph, when they are closed
 
     def __post_init__(self) -> None:
         problems = word_problems(

@@ -19,6 +19,7 @@ from tfexport.precision import ITEM_BYTES, DType, WeightType
 from tfexport.runtime.cpu import Threads
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
+from tfexport.runtime.registry import PROFILE_START
 from tfexport.runtime.session import Candidates, Ids, given_candidates, in_order_of_id
 from tfexport.runtime.sources import Sources
 
@@ -43,8 +44,12 @@ MAX_SCORES = 2**21
 class OrtDevice:
     """A device and its memory."""
 
-    def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
-        """Check that the device and products with quantized `weights` work."""
+    def __init__(self, device: Device = "cpu", weights: WeightType | None = None, profile: Path | None = None) -> None:
+        """Check that the device and products with quantized `weights` work.
+
+        Each graph writes its events to a new folder in `profile`.
+        """
+        self._profile = profile
         self.place = kind, number = device_parts(device)
         self.provider, self.device = PROVIDERS[kind], device
         self.provider.prepare(number)
@@ -61,7 +66,11 @@ class OrtDevice:
         entries = {"session.record_ep_graph_assignment_info": "1", **stop, **self._config_entries}
         for key, entry in entries.items():
             options.add_session_config_entry(key, entry)
-        provider = self.provider
+        provider, profile = self.provider, self._profile
+        if profile:
+            profile = profile / f"{len(list(profile.iterdir()))} {name}"
+            profile.mkdir()
+            options.enable_profiling, options.profile_file_prefix = True, str(profile / "events")
         try:
             session = ort.InferenceSession(
                 str(graph), options, providers=[(provider.ort_name, self._options)], enable_fallback=0
@@ -73,6 +82,8 @@ class OrtDevice:
             ) from error
         if not provider.is_host:
             provider.check_placement(session, name)
+        if profile:
+            (profile / PROFILE_START).write_text(str(session.get_profiling_start_time_ns()))
         return session
 
     def empty(self, shape: Sequence[int], dtype: DType) -> ort.OrtValue:

@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
+from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
@@ -53,8 +54,12 @@ class OrtSession(CheckedAligner):
         device: Device = "cpu",
         *,
         host_caches: bool | None = None,
+        profile: Path | None = None,
     ) -> None:
-        """Load the graphs; `host_caches` False tests the code for a GPU on the CPU."""
+        """Load the graphs; `host_caches` False tests the code for a GPU on the CPU.
+
+        If `profile` is given, each graph writes the events of its runs there when it is closed.
+        """
         self.spec, self.variant, spec, paths = graphs.spec, variant, graphs.spec, graphs.paths
         self.threads = Threads(threads, threads) if isinstance(threads, int) else threads
         provider = PROVIDERS[device_parts(device)[0]]
@@ -69,7 +74,7 @@ class OrtSession(CheckedAligner):
             )
         self.limits, self.has_alignment = Limits.of(spec), contract.ALIGNMENT in paths
         self.accuracy: Accuracy = graphs.weights or spec.precision
-        self._paths, self._device = paths, OrtDevice(device, graphs.weights)
+        self._paths, self._device = paths, OrtDevice(device, graphs.weights, profile)
         decoder = gather = None
         if variant is not None:
             # The decoder, the larger graph, first: weights are in memory twice while they are packed.
@@ -153,12 +158,12 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
     threads = choose_threads(options.threads, bundle, is_shared=options.is_shared)
     variant = _choose_variant(bundle, options)
     try:
-        return OrtSession(graphs, variant, threads, options.device)
+        return OrtSession(graphs, variant, threads, options.device, profile=options.profile)
     except PlacementError as problem:
         # CUDA 12 ends with onnxruntime-gpu 1.26, which has no kernels for the static variant.
         if options.variant is not None or variant == "concat" or contract.DECODER["concat"] not in graphs.paths:
             raise
-        session = OrtSession(graphs, "concat", threads, options.device)
+        session = OrtSession(graphs, "concat", threads, options.device, profile=options.profile)
         _log.warning(
             "%s; runs the concat decoder variant instead; update onnxruntime-gpu to %s or newer for the static one",
             str(problem).partition(";")[0],

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tfexport._io.phases import phase
 from tfexport.contract import ENCODER, SOURCE_MASK, TARGET_IDS, Variant, encoder_graph
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
@@ -45,6 +46,7 @@ class Encoder:
         tensors = (*self._graph.inputs, *self._graph.outputs)
         return {SOURCE_MASK: size * source_len, **{tensor.name: bytes_of(tensor, dims) for tensor in tensors}}
 
+    @phase("encode")
     def run(self, sources: Sources, source_mask: Mask) -> None:
         """Queue the encoder for the first slots; `source_mask` is that of all slots."""
         device = self._device
@@ -92,6 +94,7 @@ class Decoder:
         self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)
         self.caches = Caches(device, variant)
 
+    @phase("prefill")
     def prefill(self, layout: BatchLayout, prompts: Ids, lengths: Ids) -> None:
         """Read prompts, int64 [new rows, target_len], into the first slots, and wait."""
         rows, longest = prompts.shape
@@ -107,6 +110,7 @@ class Decoder:
             else:
                 self.caches.keep(rows)
 
+    @phase("step")
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
         """Run a step and wait; ids and lengths (tokens in the caches) are int64 [rows]."""
         count = bucket(num_candidates, self._device.engines.limits.max_candidates)
@@ -123,6 +127,7 @@ class Decoder:
             io = self.overlapped.run(step, ids, rows, past, lambda: self._following(sizes))
         return step.candidates(io, rows, num_candidates)
 
+    @phase("reorder")
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
         """Queue a reorder: row r becomes row order[r]."""
         self.overlapped.drop()
