@@ -17,7 +17,7 @@ SOURCES = Path(__file__).parent / "src"
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mprefer-vector-width=512"
 _X86 = {"avx512": _AVX512, "avx2": "-mavx2 -mfma", "baseline": ""}
 FLAGS: dict[str, str] = _X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
-_COMMON = "-std=c++17 -shared -fPIC -fvisibility=hidden -Wall -Wextra -Werror -Wno-psabi"
+_COMMON = "-std=c++17 -shared -fPIC -fvisibility=hidden -Wall -Wextra -Wno-psabi"
 _LINUX = f"-static-libstdc++ -static-libgcc -Wl,--version-script={SOURCES / 'exports.map'}"
 
 

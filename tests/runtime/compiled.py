@@ -33,7 +33,7 @@ def compiler() -> ModuleType:
     return module
 
 
-def path_of(kernels: str, once: Once, options: Sequence[str] = ("-O3",)) -> Path:
+def path_of(kernels: str, once: Once, options: Sequence[str] = ("-O3", "-Werror")) -> Path:
     """Compile one set of kernels; skip the test if this kind of machine has no such set."""
     module = compiler()
     if kernels not in module.FLAGS:
@@ -56,7 +56,7 @@ def library(kernels: str, once: Once) -> Library:
 
 def sanitized(kernels: str, once: Once) -> tuple[Path, dict[str, str]]:
     """Compile with checks of memory and arithmetic; return the library and the environment of its process."""
-    options = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    options = ("-O1", "-Werror", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     path, command = path_of(kernels, once, options), [str(compiler().compiler()), "-print-file-name=libasan.so"]
     runtime = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(runtime).is_absolute():
