@@ -12,7 +12,9 @@ from click.testing import CliRunner, Result
 from tfexport.cli import main
 
 TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
-PROGRESS = re.compile("(loading|tracing|writing|verifying|comparing|decoding|measuring|names|layout|searching)\\b")
+PROGRESS = re.compile(
+    "(loading|tracing|calibrating|writing|verifying|comparing|decoding|measuring|names|layout|searching)\\b"
+)
 
 
 def run(*arguments: object, stdin: bytes | None = None) -> Result:

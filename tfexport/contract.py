@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self, TypeVar, cast
 
 from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Match, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.precision import FLOAT, ITEM_BYTES, DType, Precision, QuantizedWeights
+from tfexport.precision import FLOAT, ITEM_BYTES, CalibrationMethod, DType, Precision, Quantized, WeightType
 from tfexport.sources import BATCH, FeatureSource, ImageSource, SourceKind, TokenSource
 
 Variant = Literal["concat", "static", "contrib"]
@@ -100,19 +100,34 @@ class SpeechTokens(Config, subject="speech"):
 
 
 class Quantization(Config, subject="quantization"):
-    """How a bundle stores its matrices in fewer bits, for ONNX Runtime on the CPU.
+    """How a bundle stores its matrices in fewer bits.
 
-    `latency` selects operators that are fast for the few rows of a decode step. `throughput` selects operators that are
-    fast for large batches, and needs int8. Activations are rounded per row, so a text does not depend on its batch.
+    Without `calibration`, it is for ONNX Runtime on the CPU. `latency` selects operators that are fast for the few rows
+    of a decode step. `throughput` selects operators that are fast for large batches, and needs int8. Activations are
+    rounded per row, so a text does not depend on its batch.
+
+    With `calibration`, it is for TensorRT. Activations have the type of the weights, int8 or fp8, and constant scales,
+    which this method chose from the decodes of `calibration_texts` texts.
     """
 
-    weights: QuantizedWeights
+    weights: WeightType
     optimize_for: OptimizeFor = "latency"
+    calibration: CalibrationMethod | None = None
+    calibration_texts: SizeOrZero = 0
 
     def _problems(self) -> Iterator[str]:
-        if self.weights == "int4" and self.optimize_for == "throughput":
+        if self.calibration is not None and self.optimize_for == "throughput":
+            yield f"optimize_for is throughput, which needs int8, not {self.precision}; omit it"
+        elif self.weights == "int4" and self.optimize_for == "throughput":
             remedy = "use int8, or optimize for latency"
             yield f"optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; {remedy}"
+        if self.weights != "int8" and (self.weights == "fp8") != (self.calibration is not None):
+            yield f"weights is {self.weights}, calibration {self.calibration}, expected one with fp8, none with int4"
+
+    @property
+    def precision(self) -> Quantized:
+        """The precision of the export."""
+        return "w8a8" if self.calibration and self.weights == "int8" else self.weights
 
 
 def device_parts(device: Device) -> tuple[DeviceKind, int]:

@@ -182,7 +182,10 @@ def _stored_tensors(path: Path) -> list[dict[str, Any]]:
 
 def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     spec, parity, quantization = found["spec"], found["parity"], found["quantization"]
-    precision = f"{quantization['weights']} for {quantization['optimize_for']}" if quantization else spec["precision"]
+    precision = spec["precision"]
+    if quantization:
+        method, goal = quantization["calibration"], quantization["optimize_for"]
+        precision = f"{quantization['weights']} {f'and activations by {method}' if method else f'for {goal}'}"
     identity = [f"{name} {value}" for name, value in found["identity"].items() if value is not None]
     module, origin = found["module"], found["provenance"]
     lines = [

@@ -8,8 +8,14 @@ Precision = Literal["fp32", "fp16", "bf16"]
 # Of quantized weights: all, and those that ONNX Runtime multiplies on CPUs.
 WeightType = Literal["int8", "int4", "fp8"]
 QuantizedWeights = Literal["int8", "int4"]
-# A stage's accuracy is bounded by its quantized weights, or if it has none, by its graph's precision.
-Accuracy = Precision | WeightType
+# Of weights and activations with calibrated scales, in graphs of fp16 for TensorRT.
+CalibratedPrecision = Literal["w8a8", "fp8"]
+CALIBRATED: dict[CalibratedPrecision, WeightType] = {"w8a8": "int8", "fp8": "fp8"}
+# How the scales of activations are chosen.
+CalibrationMethod = Literal["minmax", "percentile", "entropy"]
+# A stage's accuracy is bounded by its quantized numbers, or if it has none, by its graph's precision.
+Quantized = WeightType | CalibratedPrecision
+Accuracy = Precision | Quantized
 
 DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[DType, int] = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -36,6 +42,7 @@ FORMATS: dict[Accuracy, NumberFormat] = {
     "fp16": NumberFormat(2e-2, "FLOAT16", "float16"),
     "bf16": NumberFormat(1e-1, "BFLOAT16", "bfloat16"),
     "int8": NumberFormat(1e-1, "INT8", largest=127.0, qdq_opset=19),
+    "w8a8": NumberFormat(2e-1, "INT8"),
     "fp8": NumberFormat(2e-1, "FLOAT8E4M3FN", largest=448.0, qdq_opset=19),
     "int4": NumberFormat(5e-1, "INT4", largest=7.0, qdq_opset=21),
 }

@@ -33,7 +33,7 @@ def render_card(draft: Draft, *, has_tokenizer: bool, has_processor: bool = Fals
         "License": license_ or "not stated",
         "Version": named.version or "",
         "Status": str(draft.proof),
-        "Precision": draft.quantization.weights if draft.quantization else spec.precision,
+        "Precision": draft.quantization.precision if draft.quantization else spec.precision,
         "Decoder variants": ", ".join(variant for variant, graph in DECODER.items() if graph in draft.graphs),
         "Longest source": f"{spec.max_source_length} {spec.source.unit}",
         "Longest target": f"{spec.max_target_length} tokens" if spec.has_decoder else "",

@@ -152,8 +152,9 @@ class Manifest(Draft, subject=MANIFEST):
             yield "spec and config describe different models"
         if self.config is not None and self.module is not None:
             yield "config and module are both given, expected only one"
-        if self.quantization is not None and self.spec.precision != "fp32":
-            yield f"quantization is given, but spec.precision is {self.spec.precision}, expected fp32"
+        expected = "fp16" if self.quantization and self.quantization.calibration else "fp32"
+        if self.quantization is not None and self.spec.precision != expected:
+            yield f"quantization is given, but spec.precision is {self.spec.precision}, expected {expected}"
         if self.alignment is not None:
             try:
                 if self.alignment.within(self.spec) != self.alignment:
@@ -219,7 +220,7 @@ class Manifest(Draft, subject=MANIFEST):
     @property
     def accuracy(self) -> Accuracy:
         """The data type that limits the numerical accuracy of the graphs."""
-        return self.quantization.weights if self.quantization else self.spec.precision
+        return self.quantization.precision if self.quantization else self.spec.precision
 
     def to_bytes(self) -> bytes:
         """Serialize the manifest as sealed JSON."""

@@ -109,6 +109,11 @@ def trim(model: Path, output: Path, corpus: Path, keep: Path | None, force: bool
 @click.option("--model-version", "version", help="Version of the model, in your own numbering, for the manifest.")
 @click.option("--license", help="License of the weights, such as Apache-2.0, for the manifest.")
 @click.option("--date", help="Date for the manifest, YYYY-MM-DD; by default it has none.")
+@click.option(
+    "--calibration-data",
+    type=INPUT,
+    help="Texts to calibrate w8a8 and fp8 with, one a line; by default the recorded texts.",
+)
 @sign_key_option
 @click.option("--force", is_flag=True, help="Replace an existing bundle once the new one is complete.")
 def onnx(source: str, output: Path, **options: Any) -> None:
@@ -119,10 +124,14 @@ def onnx(source: str, output: Path, **options: Any) -> None:
     """
     settings, identity = config_of(ExportConfig, options), config_of(Identity, options)
     others = {name: options[name] for name in ("verify", "force", "sign_key")}
+    data = options["calibration_data"]
+    texts = inputs_of((), data) if data else ()
     with reports_whether_written(output):
         from tfexport.export import export_bundle
 
-        bundle = export_bundle(source, output, settings, identity=identity, report=report_line, **others)
+        bundle = export_bundle(
+            source, output, settings, identity=identity, calibration_texts=texts, report=report_line, **others
+        )
         manifest = bundle.manifest
         text = f", {manifest.text.proof}" if manifest.has_tokenizer else ""
         click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}{text}"))

@@ -118,7 +118,7 @@ def diagnose(
 
 
 def _tolerance(resolved: ResolvedBuild) -> float:
-    return FORMATS[resolved.config.weights or resolved.spec.precision].tolerance
+    return FORMATS[resolved.accuracy].tolerance
 
 
 @dataclass(frozen=True)

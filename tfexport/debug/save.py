@@ -144,7 +144,7 @@ def _polygraphy(stage: Stage, resolved: ResolvedBuild, outputs: Arrays) -> list[
     for bound in ("min", "opt", "max"):
         shapes = ((name, getattr(shape, bound)) for name, shape in stage.profile.items())
         command += [f"--trt-{bound}-shapes", *(f"{name}:[{','.join(map(str, sizes))}]" for name, sizes in shapes)]
-    share = FORMATS[resolved.config.weights or resolved.spec.precision].tolerance  # of the largest value
+    share = FORMATS[resolved.accuracy].tolerance  # of the largest value
     if _is_rtx(resolved):  # for which Polygraphy uses TF32
         share = max(share, 1e-3)
     floats = {name: np.abs(x[np.isfinite(x)]).max(initial=0) for name, x in outputs.items() if x.dtype.kind == "f"}

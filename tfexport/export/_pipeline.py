@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from tfexport.bundle.card import render_card
 from tfexport.bundle.manifest import Draft, Identity
 from tfexport.bundle.status import proof_of
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, GraphEntry
-from tfexport.errors import BackendError, ParityError
+from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
 from tfexport.export._module_probe import check_module, traits_of
 from tfexport.export._source import Source, open_source
 from tfexport.export.config import ExportConfig
+from tfexport.export.quantize.calibrate import calibrate
 from tfexport.export.quantize.integers import fastest_variant, write_integer_graphs
+from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.export.write import write_graphs
 from tfexport.importing.own_module import OwnModule
 from tfexport.runtime.registry import Graphs
@@ -38,6 +40,7 @@ def export_bundle(
     verify: bool = True,
     force: bool = False,
     sign_key: Path | None = None,
+    calibration_texts: Sequence[str] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
     """Export a model as a bundle.
@@ -51,6 +54,8 @@ def export_bundle(
         verify: compare every stage with the eager model before anything appears at `output`.
         force: replace an existing bundle, which is kept until the new one is complete; its engines are kept too.
         sign_key: private key that signs the bundle; None leaves it unsigned.
+        calibration_texts: texts whose decodes show the range of activations, for w8a8 and fp8; by default the recorded
+            texts of the source.
         report: receives progress lines.
 
     Raises:
@@ -70,6 +75,7 @@ def export_bundle(
     if isinstance(source, str):
         report(f"loading {source}")
     opened = open_source(source, config, report)
+    calibrated = _calibration_sources(opened, config, calibration_texts)
     if verify and opened.module:
         check_module(opened.model, opened.spec)
     if config.alignment:
@@ -77,10 +83,13 @@ def export_bundle(
     with create_bundle(output, force=force, key=key) as builder:
         if builder.drops_signature:
             report(SIGNATURE_DROPPED)
-        graphs = _write(opened, builder.path, config, report)
+        graphs = _write(opened, builder.path, config, calibrated, report)
         for name, raw in opened.files.items():
             (builder.path / name).write_bytes(raw)
         verified = _verified(opened, builder.path, graphs, config, report) if verify else None
+        quantization = config.quantization
+        if quantization is not None:
+            quantization = replace(quantization, calibration_texts=len(calibrated))
         proof = verified.proof if verified else proof_of(None, None)
         made_with = {name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")}
         draft = Draft(
@@ -89,7 +98,7 @@ def export_bundle(
             graphs=graphs,
             versions={**opened.versions, **made_with},
             parity=verified.summary() if verified else None,
-            quantization=config.quantization,
+            quantization=quantization,
             text=opened.tokenizer.text if opened.tokenizer else TextConfig(),
             alignment=config.alignment,
             checkpoint=opened.checkpoint,
@@ -110,8 +119,30 @@ def export_bundle(
 export_module = export_bundle
 
 
+def _calibration_sources(source: Source, config: ExportConfig, texts: Sequence[str]) -> list[list[int]]:
+    if not config.is_calibrated:
+        raise_all(ConfigError, "export", ["calibration texts are for w8a8 and fp8; leave them out"] if texts else [])
+        return []
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        problem = f"{config.precision} is calibrated on texts, and this model has no tokenizer"
+        raise ConfigError(f"export: {problem}; use fp16")
+    if texts:
+        return tokenizer.encode(texts)
+    longest = source.spec.max_source_length
+    recorded = [list(sample.source_ids) for sample in tokenizer.text.samples if len(sample.source_ids) <= longest]
+    if not recorded:
+        problem = f"{config.precision} is calibrated on texts, and this model has no recorded texts"
+        raise ConfigError(f"export: {problem}; give some hundred with --calibration-data")
+    return recorded
+
+
 def _write(
-    source: Source, directory: Path, config: ExportConfig, report: Callable[[str], None]
+    source: Source,
+    directory: Path,
+    config: ExportConfig,
+    calibrated: Sequence[Sequence[int]],
+    report: Callable[[str], None],
 ) -> dict[str, GraphEntry]:
     module, spec = source.model.module, source.spec
     options: Any = {name: getattr(config, name) for name in ("opset", "alignment", "speculation")} | {"report": report}
@@ -119,6 +150,13 @@ def _write(
         return write_graphs(module, spec, directory, variants=config.variants, **options)
     # In the bundle's directory, because the fp32 weights can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        if config.is_calibrated:
+            assert source.tokenizer is not None
+            graphs = write_graphs(module, spec, Path(scratch), variants=config.variants, **options)
+            prefix, method = source.tokenizer.text.target_prefix, config.calibration_method
+            ranges = calibrate(Path(scratch), graphs, spec, calibrated, prefix, method, report=report)
+            weights = config.quantization.weights
+            return quantize_graphs(Path(scratch), graphs, directory, weights, ranges=ranges, report=report)
         fastest = fastest_variant(config.variants, traits_of(module, spec))
         graphs = write_graphs(module, spec, Path(scratch), variants=fastest, **options)
         if ENCODER_CONTRIB in graphs:
@@ -135,7 +173,7 @@ def _verified(
 ) -> Report:
     report("verifying")
     paths = {name: directory / graph.file for name, graph in graphs.items()}
-    weights = config.quantization.weights if config.quantization else None
+    weights = config.quantization.precision if config.quantization else None
     opened = Graphs(paths, source.spec, weights, alignment=config.alignment)
     stages = Stages(source.model, opened, tokenizer=source.tokenizer)
     found = verify_stages(stages, VerifyConfig.quick(), report=report)

@@ -5,7 +5,7 @@ from typing import Annotated
 from tfexport.config import Config, Count, Ge, Help, Le, Size
 from tfexport.contract import CONCAT_OPSETS, AlignmentHeads, OptimizeFor, Quantization, Variant
 from tfexport.errors import ConfigError
-from tfexport.precision import Precision, QuantizedWeights
+from tfexport.precision import CALIBRATED, CalibratedPrecision, CalibrationMethod, Precision, QuantizedWeights
 
 
 class ExportConfig(Config, subject="export", former={"forms": "variants"}):
@@ -13,6 +13,9 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
 
     If `precision` is int8 or int4, it is the precision of the weights, for ONNX Runtime on the CPU: activations and
     caches are fp32, and only the fastest of `variants` is written. `optimize_for` is explained in `Quantization`.
+
+    If it is w8a8 or fp8, linear layers multiply weights and activations in int8 or float8 (E4M3), for TensorRT; the
+    graphs are fp16. `calibration_method` chooses the range of each activation from texts.
 
     Of the decoder `variants`, those that do not support the model are skipped, such as contrib if ONNX
     Runtime's operators cannot compute it. The static variant always has opset 24. The two lengths limit the bundle's
@@ -23,11 +26,18 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
     """
 
     precision: Annotated[
-        Precision | QuantizedWeights, Help("Precision of the weights; int8 and int4 are for ONNX Runtime on the CPU.")
+        Precision | QuantizedWeights | CalibratedPrecision,
+        Help(
+            "Precision of the weights; int8 and int4 are for ONNX Runtime on the CPU, w8a8 (int8) and fp8 for TensorRT "
+            "with calibrated activations."
+        ),
     ] = "fp32"
     optimize_for: Annotated[
         OptimizeFor, Help("Make int8 fast for up to about 16 texts at a time, or for large batches.")
     ] = "latency"
+    calibration_method: Annotated[
+        CalibrationMethod, Help("How w8a8 and fp8 choose the range of activations from the calibration texts.")
+    ] = "minmax"
     variants: Annotated[
         tuple[Variant, ...],
         Help("Decoder variants: concat is portable, static for engines and GPUs, contrib for ONNX Runtime on the CPU."),
@@ -58,6 +68,9 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
             problems.append("speculation needs the contrib variant; add contrib to the variants")
         if self.speculation and self.graph_precision != "fp32":
             problems.append(f"speculation needs the contrib variant, which does not exist in {self.precision}; omit it")
+        if not self.is_calibrated and self.calibration_method != "minmax":
+            problem = f"calibration_method is {self.calibration_method}, which needs w8a8 or fp8"
+            problems.append(f"{problem}, not {self.precision}; omit it")
         try:
             if self.quantization is None and self.optimize_for == "throughput":
                 problems.append(f"optimize_for is throughput, which needs int8, not {self.precision}; omit it")
@@ -70,9 +83,19 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
         """How the weights are stored; None if they have the type of the graph."""
         if self.precision == "int8" or self.precision == "int4":
             return Quantization(weights=self.precision, optimize_for=self.optimize_for)
+        if self.precision == "w8a8" or self.precision == "fp8":
+            weights, method = CALIBRATED[self.precision], self.calibration_method
+            return Quantization(weights=weights, optimize_for=self.optimize_for, calibration=method)
         return None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether activations are quantized with scales from texts."""
+        return self.precision in CALIBRATED
 
     @property
     def graph_precision(self) -> Precision:
         """Precision of activations and caches."""
-        return "fp32" if self.precision == "int8" or self.precision == "int4" else self.precision
+        if self.precision == "int8" or self.precision == "int4":
+            return "fp32"
+        return "fp16" if self.precision == "w8a8" or self.precision == "fp8" else self.precision

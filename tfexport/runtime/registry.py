@@ -14,7 +14,7 @@ from tfexport._arguments import is_one_of, is_whole, word_problems
 from tfexport._io.extras import install_command
 from tfexport.contract import DEVICE, AlignmentHeads, Device, DeviceKind, ModelSpec, Variant, device_parts
 from tfexport.errors import BackendError, ConfigError, raise_all, shortened
-from tfexport.precision import WeightType
+from tfexport.precision import Quantized
 from tfexport.runtime.cpu import MAX_THREADS
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Graphs:
 
     paths: Mapping[str, Path]  # by name in the contract
     spec: ModelSpec
-    weights: WeightType | None = None  # if narrower than the precision of `spec`
+    weights: Quantized | None = None  # if narrower than the precision of `spec`
     bundle: Bundle | None = None  # None during an export
     alignment: AlignmentHeads | None = None  # of the alignment graph, if there is one
 
@@ -68,7 +68,7 @@ class Graphs:
         """Return the graphs of a bundle."""
         manifest = bundle.manifest
         paths = {name: bundle.file(graph.file) for name, graph in manifest.graphs.items()}
-        weights = manifest.quantization.weights if manifest.quantization else None
+        weights = manifest.quantization.precision if manifest.quantization else None
         return cls(paths, manifest.spec, weights, bundle, manifest.alignment)
 
 

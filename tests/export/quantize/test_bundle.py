@@ -65,7 +65,12 @@ def test_the_bundle_states_its_quantization(int4: Path) -> None:
     shown = run("inspect", int4).stdout.splitlines()[0]
     assert re.fullmatch(r"bundle .*: encoder-decoder, int4 for latency, [0-9.]+ kB", shown)
     facts = json.loads(run("inspect", int4, "--json").stdout)
-    assert facts["quantization"] == {"weights": "int4", "optimize_for": "latency"}
+    assert facts["quantization"] == {
+        "weights": "int4",
+        "optimize_for": "latency",
+        "calibration": None,
+        "calibration_texts": 0,
+    }
 
 
 def test_the_export_reports_where_outputs_diverge(int4: Path) -> None:
@@ -127,7 +132,10 @@ def test_operations_that_need_wide_weights_are_refused_with_the_remedy(int4: Pat
         ({"precision": "fp16", "optimize_for": "throughput"}, "which needs int8, not fp16; omit it"),
         ({"optimize_for": "throughput"}, "which needs int8, not fp32; omit it"),
         ({"optimize_for": "size"}, "optimize_for is 'size', expected 'latency' or 'throughput'"),
-        ({"precision": "fp8"}, "precision is 'fp8', expected 'fp32' or 'fp16' or 'bf16' or 'int8' or 'int4'"),
+        (
+            {"precision": "fp6"},
+            "precision is 'fp6', expected 'fp32' or 'fp16' or 'bf16' or 'int8' or 'int4' or 'w8a8' or 'fp8'",
+        ),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
     return Rounded(narrow, scales.reshape(-1), outputs, 0)
 
 
+def activation_scale(largest: float, kind: WeightType, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the scale that maps `largest` to the largest number of a type."""
+    return np.array(max(largest / FORMATS[kind].largest, _LEAST_SCALE[dtype.name]), dtype)
+
+
 class Blocks(NamedTuple):
     """Weights of MatMulNBits and GatherBlockQuantized: (value - zero point) · scale."""
 

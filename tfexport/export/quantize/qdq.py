@@ -1,14 +1,17 @@
-"""Quantize the matrices of linear maps for TensorRT, with DequantizeLinear nodes.
+"""Quantize the matrices of linear maps for TensorRT, with Q/DQ nodes.
 
-Embeddings, norms, biases, position tables and the output projection do not change.
+Activations are rounded if their ranges are known. Embeddings, norms, biases, position tables and the output projection
+do not change.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript.version_converter import convert_version
@@ -17,8 +20,8 @@ from tfexport.contract import QUANTIZED_WEIGHTS, GraphEntry
 from tfexport.errors import GraphError, first_line
 from tfexport.export import graph_file
 from tfexport.export.graph_file import Span, span
-from tfexport.export.quantize._linear import LEAST_WEIGHTS, only_linear
-from tfexport.export.quantize._rounding import BLOCK, round_matrix
+from tfexport.export.quantize._linear import LEAST_WEIGHTS, LinearMap, linear_maps, only_linear
+from tfexport.export.quantize._rounding import BLOCK, activation_scale, round_matrix
 from tfexport.precision import FORMATS, WeightType
 
 _IR_VERSION = 10  # the version of opset 21
@@ -34,9 +37,13 @@ def quantize_graphs(
     directory: Path,
     weights: WeightType,
     *,
+    ranges: Mapping[Span, float] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Write the graphs in `source` with narrower matrices to `directory`.
+
+    `ranges` has the largest magnitude of the activations that are multiplied with a matrix; these are rounded to the
+    type of the weights, with one scale for each tensor.
 
     If 64 does not divide the inputs of a matrix, int4 becomes int8. The opset becomes at least 19, or 21 for int4.
     """
@@ -44,9 +51,11 @@ def quantize_graphs(
     bodies = [model.graph for model in models.values()]
     with (directory / QUANTIZED_WEIGHTS).open("xb") as file:
         moved = _move(bodies, file, weights, report)
+    found, narrow = ranges or {}, {place for place, (_, attributes) in moved.items() if attributes}
     written = {}
     for name, model in models.items():
         entry = graphs[name]
+        _round_activations(model.graph, {place: found[place] for place in narrow & found.keys()}, weights)
         _refer(model.graph, moved, directory)
         graph_file.save_graph(model, directory / entry.file, entry.spec)
         written[name] = GraphEntry.of(entry.file, model.opset_imports[""], entry.spec)
@@ -98,6 +107,28 @@ def _write(file: BinaryIO, array: NDArray[Any]) -> tuple[ir.TensorProtocol, Span
     file.write(bytes(-file.tell() % _ALIGNMENT))
     offset, length = file.tell(), file.write(tensor.tobytes())  # packs two values of 4 bits into a byte
     return tensor, Span(QUANTIZED_WEIGHTS, offset, length)
+
+
+def _round_activations(graph: ir.Graph, ranges: Mapping[Span, float], kind: WeightType) -> None:
+    readers: dict[ir.Value, list[LinearMap]] = defaultdict(list)
+    for found in linear_maps(graph):
+        if span(found.weight) in ranges and found.node.inputs[0] is not None:
+            readers[found.node.inputs[0]].append(found)
+    zero = ir.tensor(np.array(0, ir.DataType[FORMATS[kind].onnx_type].numpy()))
+    for value, maps in readers.items():
+        assert value.dtype is not None
+        largest = max(ranges[span(found.weight)] for found in maps)
+        tape, name = ir.tape.Tape(), value.name
+        scale = tape.initializer(ir.tensor(activation_scale(largest, kind, value.dtype.numpy())), f"{name}_scale")
+        zero_point = tape.initializer(zero, f"{name}_zero_point")
+        rounded = tape.op("QuantizeLinear", [value, scale, zero_point], name=f"{name}_quantize")
+        restored = tape.op("DequantizeLinear", [rounded, scale], name=f"{name}_dequantize")
+        rounded.name, restored.name = f"{name}_rounded", f"{name}_restored"
+        for part in tape.initializers:
+            graph.register_initializer(part)
+        for found in maps:
+            found.node.replace_input_with(0, restored)
+        graph.insert_before(maps[0].node, tape.nodes)
 
 
 def _refer(graph: ir.Graph, moved: Mapping[Span, _Weight], directory: Path) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tfexport import contract
 from tfexport.contract import Device, ModelSpec, device_parts
 from tfexport.errors import BackendError, BundleError, first_line, raise_all
-from tfexport.precision import ITEM_BYTES, DType, WeightType
+from tfexport.precision import CALIBRATED, ITEM_BYTES, DType, Quantized
 from tfexport.runtime.cpu import Threads
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
@@ -32,6 +32,8 @@ _DTYPE: dict[str, DType] = {f"tensor({'float' if dtype == 'float32' else dtype})
 # Decoder threads that sleep between two steps have to be woken for each. If they spun for longer, they would take cores
 # from the next encoder run. Encoder threads stop spinning after each run.
 STEP_SPIN_US = 1000
+# Compute calibrated graphs as they are: ONNX Runtime would move QuantizeLinear before operators without float8 kernels.
+_QDQ_OPTIONS = {"session.disable_quant_qdq": "1"}
 # ONNX Runtime counts items in 32 bits without a check (onnxruntime/core/providers/cuda/tensor/gather_impl.cu).
 MAX_ITEMS = 2**31 - 1
 # Overhead of one encoder run, in tokens: between 20 and 70 for small and large models.
@@ -44,7 +46,7 @@ MAX_SCORES = 2**21
 class OrtDevice:
     """A device and its memory."""
 
-    def __init__(self, device: Device = "cpu", weights: WeightType | None = None, profile: Path | None = None) -> None:
+    def __init__(self, device: Device = "cpu", weights: Quantized | None = None, profile: Path | None = None) -> None:
         """Check that the device and products with quantized `weights` work.
 
         Each graph writes its events to a new folder in `profile`.
@@ -54,7 +56,7 @@ class OrtDevice:
         self.provider, self.device = PROVIDERS[kind], device
         self.provider.prepare(number)
         self._options = {**self.provider.options, **({"device_id": str(number)} if number else {})}
-        self._config_entries = int8_session_options() if weights else {}
+        self._config_entries = _QDQ_OPTIONS if weights in CALIBRATED else int8_session_options() if weights else {}
 
     def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
         """Load a graph; its CPU threads (None: all cores) spin for `spin_us` between runs."""

@@ -21,6 +21,7 @@ class HostGraph:
     def __init__(self, name: str, data: bytes, folder: Path) -> None:
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # see OrtDevice
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         try:
             self._session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])

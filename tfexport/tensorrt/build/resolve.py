@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import DECODER, ENCODER, REORDER, WEIGHTS, ModelSpec, Variant
+from tfexport.contract import DECODER, ENCODER, QUANTIZED_WEIGHTS, REORDER, WEIGHTS, ModelSpec, Variant
 from tfexport.errors import ConfigError, EngineError, raise_all, shortened
 from tfexport.export.mixed import keep_fp32, layer_names
 from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.export.reorder import reorder_graph
+from tfexport.precision import Accuracy
 from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.build.builder import resolve_options
@@ -50,11 +51,17 @@ class ResolvedBuild:
         return self.spec.precision != self.bundle.manifest.spec.precision
 
     @property
+    def accuracy(self) -> Accuracy:
+        """The data type that limits the numerical accuracy of the engines."""
+        manifest = self.bundle.manifest
+        return self.config.weights or (manifest.accuracy if manifest.quantization else self.spec.precision)
+
+    @property
     def sources(self) -> dict[str, str]:
         """The sha256 of every bundle file that the engines are made from, by name."""
         files = self.bundle.manifest.files
         names = [self.bundle.manifest.graphs[graph].file for graph in self.graphs]
-        return {name: files[name].sha256 for name in (*names, WEIGHTS) if name in files}
+        return {name: files[name].sha256 for name in (*names, WEIGHTS, QUANTIZED_WEIGHTS) if name in files}
 
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
@@ -64,7 +71,9 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
     variant = _variant(bundle, config, library, problems, notes)
     spec = replace(bundle.manifest.spec, precision=config.precision or bundle.manifest.spec.precision)
     profiles = _collect(problems, lambda: make_profiles(spec, variant or "concat", config))
-    options = _collect(problems, lambda: resolve_options(library, config, gpu))
+    quantization = bundle.manifest.quantization
+    narrow = config.weights if quantization is None else quantization.weights
+    options = _collect(problems, lambda: resolve_options(library, replace(config, weights=narrow), gpu))
     if config.fp32_layers and spec.precision == "fp32":
         problems.append("fp32_layers is given, but all layers have the precision fp32; leave it out")
     raise_all(EngineError, "trt", problems)
@@ -75,6 +84,7 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
         )
     assert profiles is not None
     assert options is not None
+    options = replace(options, weights=config.weights)  # what is left to quantize
     resolved = replace(
         options,
         target=library.target,
@@ -130,9 +140,11 @@ def _with_fp32_layers(graphs: Sequence[Graph], patterns: Sequence[str]) -> list[
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
     manifest = bundle.manifest
     own = manifest.spec.precision
-    if manifest.quantization is not None:
+    if manifest.quantization is not None and manifest.quantization.calibration is None:
         remedy = "export it with --precision fp32 and build that with --weights"
         return [f"the bundle holds {manifest.accuracy} weights for ONNX Runtime on the CPU; {remedy}"]
+    if manifest.quantization is not None and config.weights is not None:
+        return [f"weights is {config.weights}, but the bundle is quantized to {manifest.accuracy}; leave it out"]
     if config.precision not in (None, own) and (manifest.config is None or WEIGHTS not in manifest.files):
         problem = f"precision is {config.precision}, the bundle has {own} and no model to export again"
         return [f"{problem}; export it with --precision {config.precision}"]

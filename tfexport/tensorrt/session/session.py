@@ -9,7 +9,7 @@ from typing import Any
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import ModelSpec, Variant, device_parts
 from tfexport.errors import BackendError, InputError, raise_all
-from tfexport.precision import Accuracy, WeightType
+from tfexport.precision import Accuracy, Quantized
 from tfexport.runtime.checked import CheckedSession
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Limit, Limits, Session
@@ -51,7 +51,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         engine.manifest.limits,
         library,
         Cuda(number),
-        weights=built.weights,
+        weights=bundle.manifest.quantization.precision if bundle.manifest.quantization else built.weights,
         reason=reason,
         kernels=kernels,
     )
@@ -79,7 +79,7 @@ class TrtSession(CheckedSession):
         library: Library,
         cuda: Cuda,
         *,
-        weights: WeightType | None = None,
+        weights: Quantized | None = None,
         reason: Callable[[], str] = lambda: "see the log of the library",
         kernels: RuntimeCacheStore | None = None,
     ) -> None:
