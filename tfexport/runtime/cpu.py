@@ -62,15 +62,19 @@ def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle, *, is_
 
 
 def _encoder_bytes(bundle: Bundle) -> int:
-    if bundle.manifest.config is None:
+    if not _has_named_weights(bundle):
         return _all_bytes(bundle)
     return sum(size for name, size in _tensor_sizes(bundle.file(WEIGHTS)).items() if _OF_ENCODER.match(name))
 
 
 def _step_bytes(bundle: Bundle) -> int:
-    # For a user's own module the step weights are unknown, so all weights count, including the encoder's.
+    # Without names the step weights are unknown, so all weights count, including the encoder's.
     known = step_weight_bytes(bundle)
     return _all_bytes(bundle) if known is None else known
+
+
+def _has_named_weights(bundle: Bundle) -> bool:
+    return bundle.manifest.config is not None and WEIGHTS in bundle.manifest.files
 
 
 def _all_bytes(bundle: Bundle) -> int:
@@ -79,9 +83,9 @@ def _all_bytes(bundle: Bundle) -> int:
 
 
 def step_weight_bytes(bundle: Bundle) -> int | None:
-    """Return the bytes of weights that a step reads; None for a user's own module."""
+    """Return the bytes of weights that a step reads; None if they have no names."""
     config = bundle.manifest.config
-    if config is None:
+    if config is None or not _has_named_weights(bundle):
         return None
     sizes = _tensor_sizes(bundle.file(WEIGHTS))
     read = sum(size for name, size in sizes.items() if name.startswith("dec.") and not _NOT_READ.match(name))

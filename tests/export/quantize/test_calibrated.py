@@ -108,7 +108,7 @@ def test_ranges_are_those_of_the_model_on_the_recorded_texts(w8a8: Path) -> None
 @pytest.mark.parametrize("name", ["w8a8", "fp8"])
 def test_held_out_dates_are_read(name: str, request: pytest.FixtureRequest) -> None:
     rows = [line.split("\t")[:2] for line in (DATES / "heldout.tsv").read_text(encoding="utf-8").splitlines()[:128]]
-    with tfexport.load(request.getfixturevalue(name), threads=1) as model:
+    with tfexport.load(request.getfixturevalue(name)) as model:  # chooses threads by the sizes of the weights
         assert model.session.accuracy == name
         results = model.generate([text for text, _ in rows], batch_size=64)
     assert [result.text for result in results] == [date for _, date in rows]
