@@ -68,7 +68,7 @@ class Tfexport(System):
     def load(self, folder: Path, precision: str, threads: int | None, parallel: int = 1) -> None:
         import tfexport
 
-        self.model = tfexport.load(folder, threads=threads)
+        self.model = tfexport.load(folder, **({} if threads is None else {"threads": threads}))
 
     def call(self, sources: Sources, num_beams: int, new_tokens: int, exact: bool) -> Callable[[], Any]:
         lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens if exact else 0}
