@@ -30,7 +30,7 @@ STAGES = ["encoder", "decoder_static.step", "decoder_static.prefill", "reorder"]
 def saved(once: Callable[[str, Callable[[Path], object]], Path], dates_fp16: Path) -> Path:
     def make(path: Path) -> None:
         result = ran("trt", dates_fp16, *RTX, *SMALL, "--save-graphs", path)
-        path.with_name("said").write_text(result.stdout)
+        path.with_name("stdout").write_text(result.stdout)
 
     return once("saved-graphs", make)
 
@@ -49,7 +49,7 @@ def arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 def printed(saved: Path) -> str:
     """Return the first command that was printed."""
-    return next(line for line in saved.with_name("said").read_text().splitlines() if "onnxruntime.sh" in line).split(
+    return next(line for line in saved.with_name("stdout").read_text().splitlines() if "onnxruntime.sh" in line).split(
         "  "
     )[1]
 
@@ -57,7 +57,7 @@ def printed(saved: Path) -> str:
 @pytest.mark.parametrize("stage", STAGES[:2])
 def test_the_commands_run_and_outputs_are_equal(saved: Path, stage: str) -> None:
     command = printed(saved)
-    assert saved.with_name("said").read_text().rstrip().endswith(", ".join(STAGES[1:]))
+    assert saved.with_name("stdout").read_text().rstrip().endswith(", ".join(STAGES[1:]))
     done = script(command.replace(str(saved / "encoder"), str(saved / stage)))
     assert done.returncode == 0, done.stdout
     assert "Pass Rate: 100.00%" in done.stdout

@@ -93,7 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse("503 Service Unavailable")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Cancel the time limit."""
         self._timer.cancel()
         super().connection_lost(exc)
 
@@ -121,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse a request that is not HTTP."""
         if self._is_answering():  # two responses would be mixed
             self.transport.abort()
         else:

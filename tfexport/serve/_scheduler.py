@@ -24,10 +24,10 @@ from tfexport.serve.observer import Observer
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.5  # an idle thread reports that it is alive at least this often
-# Several steps run in one call for at most this time, because arriving requests have to wait for the call. As long may
-# sources be encoded, because running requests have to wait, but always this many tokens.
+# Several steps run in one call for at most this time, because arriving requests have to wait for the call. Sources are
+# encoded for at most the same time, because running requests have to wait.
 TOGETHER_S = 0.005
-LEAST_BUDGET = 128
+LEAST_BUDGET = 128  # source tokens that may be encoded between two steps, whatever their time
 NEWEST = 0.2  # weight of the newest step or encoder run in the moving average of times
 HELD_STEPS = 8  # maximum steps that free slots wait, so that several requests join together
 RATE_WINDOW = 64  # departures that the queue's rate is estimated from

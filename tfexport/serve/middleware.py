@@ -80,7 +80,7 @@ class Exchange:
             raise
 
     def close(self) -> None:
-        """Count the body no more."""
+        """Stop counting the body."""
         self._uploads.num_bytes -= max(0, self._num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What a request costs beside the model, in counts, which do not depend on the load of the machine."""
+"""What a request costs in addition to the model, in counts, which do not depend on the load of the machine."""
 
 from __future__ import annotations
 
