@@ -61,7 +61,7 @@ async def test_an_engine_wakes_the_event_loop_once_for_all_answers_of_a_step(
         await asyncio.gather(*(served.engine.generate(text, max_new_tokens=6, min_new_tokens=6) for text in texts[:16]))
         assert sum(steps) == 16
         assert max(steps) > 1
-        assert woken <= len(steps)
+        assert woken <= sum(map(bool, steps))  # those with an answer
 
 
 async def test_what_is_written_in_one_turn_of_the_loop_is_sent_together() -> None:
