@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,7 +44,6 @@ from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 source, target = sys.argv[1], Path(sys.argv[2])
 config = ExportConfig(variants=("contrib",))
-export_bundle(source, target, config, verify=False)
 with tfexport.load(target, threads=1) as model:
     answers = model.generate_ids([[4, 5, 6]], max_new_tokens=4)
     try:
@@ -96,7 +96,8 @@ def test_every_module_is_imported() -> None:
     assert python(IMPORTS, *names) == [PLATFORM]
 
 
-def test_bundles_are_replaced_unless_they_are_in_use(tmp_path: Path) -> None:
+def test_bundles_are_replaced_unless_they_are_in_use(random_bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(random_bundle, tmp_path / "tiny")
     errors = python(BUNDLES, "preset:tiny", tmp_path / "tiny")
     assert errors == ["BundleError"] * (PLATFORM == "win32")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]

@@ -110,6 +110,7 @@ def test_an_overflow_that_stays_in_the_sum_of_layers(tmp_path: Path) -> None:
     assert max(stage.error for stage in found.mended) < found.tolerance
 
 
+@pytest.mark.slow
 def test_outputs_that_overflow_need_another_type(tmp_path: Path) -> None:
     bundle = exported(tmp_path, "outputs", "fp32")
     found = diagnose(bundle, replace(CONFIG, precision="fp16"))

@@ -48,7 +48,7 @@ def faults(home: Path, command: str, step: int, *actions: str) -> int:
 
 
 def test_a_bundle_is_the_old_or_the_new_one(home: Path) -> None:
-    assert faults(home, "bundle", 2, "EIO", "SIGKILL", "SIGINT") > 50
+    assert faults(home, "bundle", 4, "EIO", "SIGKILL", "SIGINT") > 50
 
 
 @pytest.mark.slow

@@ -326,7 +326,8 @@ def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.
 def test_what_is_not_compiled_is_no_figure_of_the_compiler(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny.model(tiny.config(), dtype=torch.float32)
+    one = {"layers": 1}
+    model = tiny.model(tiny.config(encoder=one, decoder=one), dtype=torch.float32)
     compile_for = functools.partial(torch.compile, backend="eager")  # the default one takes minutes on a CPU
     monkeypatch.setattr(torch, "compile", compile_for)
     monkeypatch.setattr(

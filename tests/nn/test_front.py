@@ -186,7 +186,7 @@ def test_one_program_encodes_batches_of_every_length(name: str, dtype: torch.dty
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["gated", "image"])
+@pytest.mark.parametrize("name", ["gated", pytest.param("image", marks=pytest.mark.slow)])
 def test_bfloat16_needs_no_operator_that_onnx_lacks(name: str, tmp_path: Path) -> None:
     save_model(tiny.model(FRONTS[name][0], dtype=torch.float32), tmp_path / "model")
     config = ExportConfig(precision="bf16", variants=("concat",))

@@ -123,16 +123,16 @@ def test_float8_is_calibrated_on_given_texts(fp8: Path) -> None:
 
 def test_methods_cut_off_outliers() -> None:
     numbers = np.random.default_rng(0).standard_normal(200_000).astype(np.float32)
-    outlier = np.array([40.0], np.float32)
+    outlier = np.array([15.0], np.float32)
     found = {}
     for method in ("minmax", "percentile", "entropy"):
         ranges = Ranges(method)
         ranges.collect({"x": numbers})
         ranges.collect({"x": outlier})
         found[method] = ranges.compute()["x"]
-    assert found["minmax"] == 40
+    assert found["minmax"] == 15
     assert found["percentile"] == pytest.approx(np.percentile(np.abs(numbers), 99.99), rel=0.05)
-    assert 2 < found["entropy"] < 20
+    assert 2 < found["entropy"] < 8
 
 
 @pytest.mark.parametrize(

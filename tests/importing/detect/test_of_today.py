@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
 }
 
 
-QUICK = ("grouped heads", "ALiBi", "parallel", "sandwich", "scaling of Llama 3.1")
+QUICK = ("grouped heads", "ALiBi", "parallel", "sandwich")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tfexport.runtime.sources import pad_right
 ATOL = 2e-5
 Sessions = Callable[[Transformer], tuple[OrtSession, ...]]
 STATIC = {"host": True, "device": False}
-VARIANTS = ("post", "t5", "mixed")
+VARIANTS = ("post", "t5", pytest.param("mixed", marks=pytest.mark.slow))
 
 
 @pytest.fixture(params=STATIC)
