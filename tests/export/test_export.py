@@ -25,6 +25,7 @@ from torch import nn
 
 import tfexport
 from tests import tiny
+from tests.conftest import DATES
 from tests.tiny import ENCODER_ALONE, VARIANT_NAMES
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
@@ -207,6 +208,13 @@ def test_a_graph_contains_nothing_of_the_machine_that_made_it(post: Path) -> Non
         assert b"/" + b"models/" not in raw
         assert str(Path.cwd()).encode() not in raw
         assert b".py" not in raw
+
+
+def test_quantized_weights_have_one_variant_and_the_report_names_it(tmp_path: Path) -> None:
+    config, lines = ExportConfig(precision="int8", variants=("concat", "contrib")), list[str]()
+    bundle = export_bundle(str(DATES), tmp_path / "b", config, verify=False, report=lines.append)
+    assert set(bundle.manifest.graphs) & set(DECODER.values()) == {DECODER["contrib"]}
+    assert any("only the contrib variant" in line and "not concat" in line for line in lines)
 
 
 def test_limits_and_precision_are_those_of_the_graphs(post: Path, dates_fp16: Path, tmp_path: Path) -> None:

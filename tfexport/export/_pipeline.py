@@ -158,6 +158,9 @@ def _write(
             weights = config.quantization.weights
             return quantize_graphs(Path(scratch), graphs, directory, weights, ranges=ranges, report=report)
         fastest = fastest_variant(config.variants, traits_of(module, spec))
+        if spec.has_decoder and (others := [variant for variant in config.variants if variant not in fastest]):
+            left_out = " or ".join(others)
+            report(f"writing only the {fastest[0]} variant, the fastest in {config.precision}, not {left_out}")
         graphs = write_graphs(module, spec, Path(scratch), variants=fastest, **options)
         if ENCODER_CONTRIB in graphs:
             del graphs[ENCODER]  # belongs to the other variants of the decoder

@@ -12,6 +12,7 @@ import copy
 import functools
 import gc
 import importlib
+import inspect
 import io
 import logging
 import math
@@ -224,6 +225,10 @@ def _transpose(node: Node) -> None:
 
 def _unflatten(node: Node) -> None:
     dim, sizes = cast(Any, node.args[1:3])
+    first = dim % node.all_input_nodes[0].meta["val"].dim()
+    known = node.meta["val"].shape[first : first + len(sizes)]
+    # ONNX Runtime 1.25 cannot leave a size open in an empty batch.
+    sizes = [new if size == -1 and isinstance(new, int) else size for size, new in zip(sizes, known, strict=True)]
     _reshape(node, dim, dim, sizes)
 
 
@@ -282,13 +287,19 @@ def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
         core, operators = importlib.import_module(_EXPORTER + "._core"), _operators(opset)
         export, translate = core.export, core._exported_program_to_onnx_program
     except (ImportError, AttributeError):  # another version of PyTorch
-        found: Any = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
-        return cast(ir.Model, found.model)
+        return _to_onnx_slowly(program, opset)
     if isinstance(program, Lowered) and not any(map(_promotes, program.graph.nodes)):
         found = translate(program, registry=operators)
         convert_version(found.model, opset, fallback=True)
-    else:
+    elif "opset_version" in inspect.signature(export).parameters:
         found = export(program, registry=operators, opset_version=opset, optimize=False, verbose=False)
+    else:  # PyTorch 2.9
+        return _to_onnx_slowly(program, opset)
+    return cast(ir.Model, found.model)
+
+
+def _to_onnx_slowly(program: ExportedProgram, opset: int) -> ir.Model:
+    found: Any = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
     return cast(ir.Model, found.model)
 
 
