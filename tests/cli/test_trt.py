@@ -269,7 +269,7 @@ def test_an_engine_that_the_library_refuses_has_a_remedy(built: Path, capability
     config = replace(stored.manifest.config, compute_capabilities=(capability,))
     engine = replace(stored, manifest=replace(stored.manifest, config=config))
     with pytest.raises(EngineError, match="UNSUPPORTED_CC") as caught:
-        store._deserialize(runtime, library, library.listen(), engine, "encoder", open_bundle(built))
+        store._deserialize(runtime, library, library.listen(), engine, "encoder", "tfexport trt")
     assert remedy in str(caught.value)
 
 

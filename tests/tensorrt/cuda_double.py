@@ -109,6 +109,10 @@ class CudaDouble:
     def is_empty(self) -> bool:
         return not (self._allocations or self._streams or self._events or self._graphs)
 
+    def memory(self) -> tuple[int, int]:
+        self.check_current()
+        return self.limit - self.device_bytes, self.limit
+
     def allocate(self, num_bytes: int) -> int:
         self._refuse_in_capture("cudaMalloc")
         if self.device_bytes + num_bytes > self.limit:

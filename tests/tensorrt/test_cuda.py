@@ -141,9 +141,24 @@ def test_an_error_of_cuda_names_function_cause_and_remedy(
     monkeypatch.setattr(cuda, "need_gpu", lambda number: None)
     device, error = Cuda(), SimpleNamespace(name=code, value=2)
     device._runtime = SimpleNamespace(
-        cudaMalloc=lambda size: (error, None), cudaGetErrorString=lambda code: (None, b"out of memory")
+        cudaMalloc=lambda size: (error, None),
+        cudaMemGetInfo=lambda: (error, None, None),
+        cudaGetErrorString=lambda code: (None, b"out of memory"),
     )
     with pytest.raises(BackendError, match=rf"cudaMalloc failed with {code} \(out of memory\) while .*{remedy}"):
+        device.allocate(8)
+
+
+def test_an_allocation_that_fails_states_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "need_gpu", lambda number: None)
+    device, error = Cuda(1), SimpleNamespace(name="cudaErrorMemoryAllocation", value=2)
+    device._runtime = SimpleNamespace(
+        cudaMalloc=lambda size: (error, None),
+        cudaMemGetInfo=lambda: (SimpleNamespace(value=0), 3_000_000, 9_000_000),
+        cudaGetErrorString=lambda code: (None, b"out of memory"),
+    )
+    assert device.memory() == (3_000_000, 9_000_000)
+    with pytest.raises(BackendError, match="on cuda:1, which has 3 of 9 MB free"):
         device.allocate(8)
 
 

@@ -14,6 +14,7 @@ from tfexport.cli.options import (
     INPUT,
     PATH,
     CommaList,
+    DeviceType,
     config_of,
     config_options,
     json_option,
@@ -150,6 +151,12 @@ def onnx(source: str, output: Path, **options: Any) -> None:
     variant={"type": click.Choice(["static", "concat"])},
     **OPTION_NAMES,
 )
+@click.option(
+    "--device",
+    type=DeviceType(),
+    metavar="cuda|cuda:N",
+    help="GPU to build on; by default the first one, or none for tensorrt-rtx if there is none.",
+)
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
 @click.option(
     "--save-graphs",
@@ -173,7 +180,8 @@ def trt(bundle: Path, save_graphs: Path | None, source: Path | None, as_json: bo
 
     An engine is named after target, variant, precision and weights, and is stored in engines/ of the bundle.
     """
-    settings, keys = config_of(EngineConfig, options), options["trusted_keys"]
+    settings = config_of(EngineConfig, options)
+    where = {"device": options["device"], "trusted_keys": options["trusted_keys"]}
     from tfexport.tensorrt.pipeline import build_engines, estimate_engines
 
     if sum(map(bool, (save_graphs, options["debug"], options["dry_run"]))) > 1:
@@ -186,22 +194,22 @@ def trt(bundle: Path, save_graphs: Path | None, source: Path | None, as_json: bo
     if save_graphs:
         from tfexport.debug.save import save_graphs as save
 
-        saved = save(bundle, save_graphs, settings, texts=texts, trusted_keys=keys, report=report_line)
+        saved = save(bundle, save_graphs, settings, texts=texts, **where, report=report_line)
         print_result(saved.to_dict(), saved.lines(), as_json)
         return
     if options["debug"]:
         from tfexport.debug.accuracy import diagnose
 
-        diagnosis = diagnose(bundle, settings, texts=texts, trusted_keys=keys, report=report_line)
+        diagnosis = diagnose(bundle, settings, texts=texts, **where, report=report_line)
         print_result(diagnosis.to_dict(), diagnosis.lines(), as_json)
         click.get_current_context().exit(0 if diagnosis.agrees else EXIT_PARITY)
     if options["dry_run"]:
-        estimate = estimate_engines(bundle, settings, trusted_keys=keys, report=report_line)
+        estimate = estimate_engines(bundle, settings, **where, report=report_line)
         print_result(estimate.to_dict(), estimate.lines(), as_json)
         return
     with reports_whether_written(bundle / ENGINES):
         with stage_progress() as (report, on_progress):
-            others: dict[str, Any] = {"force": options["force"], "sign_key": options["sign_key"], "trusted_keys": keys}
+            others: dict[str, Any] = {"force": options["force"], "sign_key": options["sign_key"], **where}
             built = build_engines(
                 bundle, settings, report=report, on_progress=partial(on_progress, "building"), **others
             )

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tfexport.contract import Device
 from tfexport.debug.diagnosis import Diagnosis, LayerError, StageError
 from tfexport.debug.stages import Arrays, Stage, read_sources, record_stages, widened
+from tfexport.errors import EngineError
 from tfexport.export.mixed import all_fp32, keep_fp32, layer_names, show_tensors, tensor_layers
 from tfexport.precision import FORMATS
 from tfexport.runtime.ort.host_graph import HostGraph
@@ -26,7 +28,7 @@ from tfexport.tensorrt.build.builder import build_engine
 from tfexport.tensorrt.build.network import Graph, parse_graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs
 from tfexport.tensorrt.compatibility import rebuild_command
-from tfexport.tensorrt.config import EngineConfig, cache_aliases, engine_key
+from tfexport.tensorrt.config import EngineConfig, cache_aliases
 from tfexport.tensorrt.cuda import Cuda
 from tfexport.tensorrt.pipeline import resolve_build
 
@@ -65,14 +67,19 @@ class EngineRunner:
         """Build an engine with the profile of the stage, and run it."""
         from tfexport.tensorrt.session.run_once import run_once
 
-        resolved, plan = self._resolved, stage.graph.name
-        network = parse_graph(resolved.library, Graph(plan, graph, stage.graph.path))
-        data = build_engine(network, [stage.profile], resolved.options)
-        runtime = resolved.library.runtime(network.log)
-        runtime.engine_host_code_allowed = resolved.config.version_compatible
+        resolved, plan, cuda = self._resolved, stage.graph.name, self._cuda
         aliases = cache_aliases(plan, resolved.spec, resolved.config.variant)
-        engine, reason = runtime.deserialize_cuda_engine(data), network.log.reason
-        return run_once(plan, engine, resolved.library, self._cuda, stage.inputs, aliases=aliases, reason=reason)
+        with cuda.current():
+            network = parse_graph(resolved.library, Graph(plan, graph, stage.graph.path))
+            reason = network.log.reason
+            data = build_engine(network, [stage.profile], resolved.options, gpu=resolved.gpu)
+            runtime = resolved.library.runtime(network.log)
+            if resolved.config.version_compatible:
+                runtime.engine_host_code_allowed = True
+            engine = runtime.deserialize_cuda_engine(data)
+            if engine is None:
+                raise EngineError(f"{network.subject}: the engine cannot be loaded: {reason()}")
+            return run_once(plan, engine, resolved.library, cuda, stage.inputs, aliases=aliases, reason=reason)
 
 
 def diagnose(
@@ -80,6 +87,7 @@ def diagnose(
     config: EngineConfig,
     *,
     texts: Sequence[str] = (),
+    device: Device | None = None,
     trusted_keys: Sequence[Any] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Diagnosis:
@@ -88,8 +96,8 @@ def diagnose(
     `texts` are the sources; by default recorded texts of the bundle, or random sources. Layers of `config.fp32_layers`
     are computed in float32 from the beginning.
     """
-    resolved = resolve_build(path, config, trusted_keys, report)
-    runner: Runner = EngineRunner(resolved, Cuda()) if resolved.gpu else HostRunner()
+    resolved = resolve_build(path, config, device, trusted_keys, report)
+    runner: Runner = EngineRunner(resolved, Cuda(resolved.gpu.index)) if resolved.gpu else HostRunner()
     with tempfile.TemporaryDirectory(dir=resolved.bundle.path.parent) as scratch:
         # The layers to widen are named after the graphs without any.
         plain = replace(resolved, config=replace(resolved.config, fp32_layers=()))
@@ -104,7 +112,7 @@ def diagnose(
         mended = search.errors(chosen) if chosen else []
     command = rebuild_command(path, replace(config, fp32_layers=tuple(chosen))) if chosen else None
     return Diagnosis(
-        name=engine_key(resolved.config),
+        name=resolved.name,
         sources=kind,
         runner=runner.name,
         tolerance=search.tolerance,

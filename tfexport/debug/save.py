@@ -26,14 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport._io.sealed_directory import written
-from tfexport.contract import CANDIDATE_IDS, NUM_CANDIDATES, QUANTIZED_WEIGHTS, WEIGHTS
+from tfexport.contract import CANDIDATE_IDS, NUM_CANDIDATES, QUANTIZED_WEIGHTS, WEIGHTS, Device
 from tfexport.debug.stages import Arrays, Stage, read_sources, record_stages
 from tfexport.errors import BundleError
 from tfexport.precision import FORMATS
 from tfexport.runtime.ort.host_graph import HostGraph
 from tfexport.tensorrt.build.network import Graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs
-from tfexport.tensorrt.config import EngineConfig, Shape, engine_key
+from tfexport.tensorrt.config import EngineConfig, Shape
 from tfexport.tensorrt.pipeline import resolve_build
 
 _RUNS = {
@@ -73,6 +73,7 @@ def save_graphs(
     config: EngineConfig,
     *,
     texts: Sequence[str] = (),
+    device: Device | None = None,
     trusted_keys: Sequence[Any] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> SavedGraphs:
@@ -80,7 +81,7 @@ def save_graphs(
 
     `texts` are the sources of the inputs; by default recorded texts of the bundle, or random sources.
     """
-    resolved = resolve_build(path, config, trusted_keys, report)
+    resolved = resolve_build(path, config, device, trusted_keys, report)
     with written(target, str(target), _refuse) as draft, tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         graphs = prepare_graphs(resolved, Path(scratch), report)
         sources, kind = read_sources(resolved.bundle, resolved, texts)
@@ -92,7 +93,7 @@ def save_graphs(
             report("without files for Polygraphy, because NumPy has no bfloat16")
         commands = {stage.name: list(_write_stage(draft / stage.name, stage, resolved, report)) for stage in stages}
     shapes = {stage.name: {name: list(array.shape) for name, array in stage.inputs.items()} for stage in stages}
-    return SavedGraphs(path=target, name=engine_key(resolved.config), sources=kind, stages=shapes, commands=commands)
+    return SavedGraphs(path=target, name=resolved.name, sources=kind, stages=shapes, commands=commands)
 
 
 def _refuse(folder: Path) -> None:

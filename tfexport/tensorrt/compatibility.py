@@ -60,7 +60,7 @@ def this_machine(number: int = 0) -> Machine:
 def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine) -> list[Incompatibility]:
     """List every reason why an engine cannot be used with a bundle on a machine."""
     return [
-        *_source_problems(manifest, bundle),
+        *_source_problems(manifest, bundle, machine.gpu),
         *_library_problems(manifest, bundle.path, machine),
         *_machine_problems(manifest, bundle.path, machine),
     ]
@@ -72,9 +72,9 @@ def explain(found: Sequence[Incompatibility]) -> str:
     return "; ".join([*map(str, found), *remedies])
 
 
-def rebuild_command(bundle: Path, config: EngineConfig) -> str:
-    """Return the command that builds an engine again with the same options."""
-    words = ["tfexport", "trt", str(bundle)]
+def rebuild_command(bundle: Path, config: EngineConfig, gpu: Gpu | None = None) -> str:
+    """Return the command that builds an engine again with the same options on a GPU."""
+    words = ["tfexport", "trt", str(bundle), *(["--device", f"cuda:{gpu.index}"] if gpu and gpu.index else [])]
     for field in fields(EngineConfig):
         value = getattr(config, field.name)
         option = OPTION_NAMES.get(field.name, "--" + field.name.replace("_", "-"))
@@ -89,15 +89,15 @@ def rebuild_command(bundle: Path, config: EngineConfig) -> str:
     return shlex.join([*words, "--force"])
 
 
-def _rebuild(bundle: Path, config: EngineConfig) -> str:
-    return f"build it again with: {rebuild_command(bundle, config)}"
+def _rebuild(bundle: Path, config: EngineConfig, gpu: Gpu | None) -> str:
+    return f"build it again with: {rebuild_command(bundle, config, gpu)}"
 
 
-def _source_problems(manifest: EngineManifest, bundle: Bundle) -> Iterator[Incompatibility]:
+def _source_problems(manifest: EngineManifest, bundle: Bundle, gpu: Gpu | None) -> Iterator[Incompatibility]:
     for name in stale_sources(manifest.sources, bundle.manifest.files):
         entry = bundle.manifest.files.get(name)
         built, now = manifest.sources[name], f"sha256 {entry.sha256[:12]}…" if entry else "no such file"
-        yield Incompatibility(name, f"sha256 {built[:12]}…", now, _rebuild(bundle.path, manifest.config))
+        yield Incompatibility(name, f"sha256 {built[:12]}…", now, _rebuild(bundle.path, manifest.config, gpu))
 
 
 def _library_problems(manifest: EngineManifest, bundle: Path, machine: Machine) -> Iterator[Incompatibility]:
@@ -108,7 +108,8 @@ def _library_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
         installed = ", ".join(machine.libraries) or "none"
         yield Incompatibility("target", target, f"{installed} installed", f"install it with: {INSTALL[target]}")
     elif not _version_fits(manifest, version):
-        yield Incompatibility(f"{target} version", manifest.library_version, version, _rebuild(bundle, manifest.config))
+        remedy = _rebuild(bundle, manifest.config, machine.gpu)
+        yield Incompatibility(f"{target} version", manifest.library_version, version, remedy)
 
 
 def _version_fits(manifest: EngineManifest, version: str) -> bool:
@@ -127,7 +128,7 @@ def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
     built_gpu = f"{built.gpu} ({built.compute_capability})"
     systems = (f"{built.system} {built.architecture}", f"{machine.system} {machine.architecture}")
     if config.target == "tensorrt" and systems[0] != systems[1]:
-        yield Incompatibility("system", *systems, _rebuild(bundle, config))
+        yield Incompatibility("system", *systems, _rebuild(bundle, config, gpu))
     if gpu is None:
         wanted = ", ".join(config.compute_capabilities) or built_gpu
         yield Incompatibility("GPU", wanted, "none that can be used", "run tfexport doctor for the reason")
@@ -137,14 +138,14 @@ def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
     if config.target == "tensorrt-rtx" and capability not in capabilities:
         # An unnamed capability can only be built by itself, on a GPU that has it.
         others = tuple(each for each in capabilities if each in NAMED and capability in NAMED)
-        wider = _rebuild(bundle, replace(config, compute_capabilities=(*others, capability)))
+        wider = _rebuild(bundle, replace(config, compute_capabilities=(*others, capability)), gpu)
         if capability not in NAMED:
             wider = f"tensorrt-rtx {unlisted(capability)}; to try it, {wider}"
         yield Incompatibility("compute capability", ", ".join(capabilities), here, wider)
     if config.target == "tensorrt" and not _gpu_fits(manifest, gpu):
         level = config.hardware_compatibility
         compatible = "" if level == "none" else f", compatible with {level}"
-        yield Incompatibility("GPU", f"{built_gpu}{compatible}", here, _rebuild(bundle, config))
+        yield Incompatibility("GPU", f"{built_gpu}{compatible}", here, _rebuild(bundle, config, gpu))
 
 
 def _gpu_fits(manifest: EngineManifest, gpu: Gpu) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
 from tfexport.contract import DECODER, ENCODER, REORDER, GraphSpec, ModelSpec, TensorSpec, Variant, graph_contract
-from tfexport.precision import Precision, WeightType
+from tfexport.precision import Precision, Quantized, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
@@ -168,9 +168,22 @@ def cache_aliases(plan: str, spec: ModelSpec, variant: Variant | None) -> dict[s
     return dict(zip(spec.cache.names("present"), spec.cache.names("past"), strict=True))
 
 
-def engine_key(config: EngineConfig) -> str:
-    """Return the folder name of an engine, such as "tensorrt-rtx-static-fp16-int8"."""
-    return "-".join(part for part in (config.target, config.variant, config.precision, config.weights) if part)
+def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
+    """Return the bytes of the KV caches of a full batch with beams."""
+    cross = spec.cross.num_bytes(limits.max_batch, limits.max_source_length)
+    target = spec.cache.num_bytes(limits.max_batch, limits.max_target_length)
+    # The target's caches count twice, because a step of the concat variant and a reorder of beams copy them. One cache
+    # at a time is enlarged, through a scratch buffer.
+    return sum(cross) + 2 * sum(target) + max(cross + target, default=0)
+
+
+def engine_key(config: EngineConfig, calibrated: Quantized | None = None) -> str:
+    """Return the folder name of an engine, such as "tensorrt-rtx-static-fp16-int8".
+
+    `calibrated` is the type of a bundle whose activations are quantized, and replaces the precision.
+    """
+    parts = (config.target, config.variant, calibrated or config.precision, config.weights)
+    return "-".join(part for part in parts if part)
 
 
 def _capacity_problems(capacities: tuple[int, ...]) -> list[str]:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tfexport._io.extras import install_command, older_cuda_command
-from tfexport.errors import BackendError
+from tfexport.contract import Device, device_parts
+from tfexport.errors import BackendError, ConfigError
 
 Array = NDArray[Any]
 _UNUSABLE = "cuda: no GPU can be used here"
@@ -47,6 +48,23 @@ def need_gpu(number: int = 0) -> Gpu:
             f"cuda: device is cuda:{number}, the last GPU is cuda:{len(gpus) - 1}; check CUDA_VISIBLE_DEVICES"
         )
     return gpus[number]
+
+
+def choose_gpu(device: Device | None) -> Gpu | None:
+    """Return the GPU to build on; None chooses the first one, if there is any."""
+    if device is None:
+        return next(iter(find_gpus()), None)
+    kind, number = device_parts(device)
+    if kind != "cuda":
+        raise ConfigError(f"trt: device is {device}, expected a GPU such as 'cuda:1'; leave it out for the first one")
+    return need_gpu(number)
+
+
+@contextmanager
+def on_gpu(gpu: Gpu | None) -> Iterator[None]:
+    """Make a GPU the thread's current one in the block, if there is one."""
+    with Cuda(gpu.index).current() if gpu else nullcontext():
+        yield
 
 
 def describe_gpus() -> tuple[list[dict[str, Any]], str]:
@@ -143,6 +161,11 @@ class Cuda:
             yield
         finally:
             self._call("cudaSetDevice", former)
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes of device memory."""
+        free, total = self._call("cudaMemGetInfo")
+        return int(free), int(total)
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new device memory, aligned to 256 bytes."""
@@ -258,7 +281,7 @@ class Cuda:
     def _call(self, name: str, *arguments: Any, doing: str = "") -> Any:
         code, *values = getattr(self._runtime, name)(*arguments)
         if not code.value:
-            return values[0] if values else None
+            return (values[0] if len(values) == 1 else values) if values else None
         text = self._runtime.cudaGetErrorString(code)[1].decode(errors="replace")
         remedy = "restart the process; if it happens again, run it with CUDA_LAUNCH_BLOCKING=1 to see where"
         if code.name == "cudaErrorMemoryAllocation":
@@ -267,4 +290,8 @@ class Cuda:
             remedy = _newer_driver(self._runtime.CUDART_VERSION // 1000)
         where = f" while {doing}" if doing else ""
         where += f" on cuda:{self._number}" if self._number else ""
+        if name == "cudaMalloc":
+            with suppress(BackendError):
+                free, total = self.memory()
+                where += f", which has {free / 1e6:,.0f} of {total / 1e6:,.0f} MB free"
         raise BackendError(f"cuda: {name} failed with {code.name} ({text}){where}; {remedy}")

@@ -20,7 +20,7 @@ from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.bundle.manifest import ENGINES
-from tfexport.contract import REORDER, ModelSpec
+from tfexport.contract import REORDER, Device
 from tfexport.export.graph_file import weight_bytes
 from tfexport.export.memory import activation_bytes
 from tfexport.tensorrt._library import load_library
@@ -28,8 +28,8 @@ from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.build.builder import build_engine, builder_flags
 from tfexport.tensorrt.build.network import Graph, check_contract, parse_graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resolve
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, cache_aliases, engine_key, plan_contract
-from tfexport.tensorrt.cuda import find_gpus
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, cache_aliases, cache_bytes, plan_contract
+from tfexport.tensorrt.cuda import choose_gpu, on_gpu
 from tfexport.tensorrt.inspector import inspect_plan, kernels_of
 from tfexport.tensorrt.store import EngineBundle, add_engine
 
@@ -78,6 +78,7 @@ def build_engines(
     *,
     force: bool = False,
     sign_key: Path | None = None,
+    device: Device | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
     on_progress: Callable[[float], None] = lambda done: None,
@@ -89,6 +90,7 @@ def build_engines(
         config: build options; unset options are chosen for the bundle, library and machine.
         force: replace the engine of the same target, variant, precision and weight type.
         sign_key: private key that signs the engine; None leaves it unsigned.
+        device: GPU to build on, such as "cuda:1"; None is the first one, or none at all for TensorRT-RTX.
         trusted_keys: files of public keys, one of which must have signed the bundle; None accepts every bundle.
         report: called with a line about each step.
         on_progress: called with the finished fraction, 0 to 1; an exception cancels the build.
@@ -102,8 +104,8 @@ def build_engines(
         BackendError: the library is not usable, or needs a GPU and there is none.
     """
     key = None if sign_key is None else SigningKey.read(sign_key)
-    resolved = resolve_build(path, config, trusted_keys, report)
-    bundle, name = resolved.bundle, engine_key(resolved.config)
+    resolved = resolve_build(path, config, device, trusted_keys, report)
+    bundle, name = resolved.bundle, resolved.name
     target = bundle.path / ENGINES / name
     if key is None and (bundle.is_signed or (force and os.path.lexists(target / ENGINE_SIGNATURE))):
         signed = "bundle is" if bundle.is_signed else "engine was"
@@ -138,11 +140,12 @@ def estimate_engines(
     path: Path,
     config: EngineConfig,
     *,
+    device: Device | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:
     """Estimate a build of `build_engines`, which has the same arguments and errors."""
-    resolved = resolve_build(path, config, trusted_keys, report)
+    resolved = resolve_build(path, config, device, trusted_keys, report)
     limits = resolved.profiles.limits
     with tempfile.TemporaryDirectory() as scratch:
         graphs = prepare_graphs(resolved, Path(scratch), report)
@@ -154,7 +157,7 @@ def estimate_engines(
             "prefill": max((prefill for _, *more in activations for prefill in more), default=0),
         }
     return Estimate(
-        name=engine_key(resolved.config),
+        name=resolved.name,
         library_version=resolved.library.version,
         config=resolved.config,
         limits=limits,
@@ -164,24 +167,16 @@ def estimate_engines(
     )
 
 
-def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
-    """Return the bytes of the KV caches of a full batch with beams."""
-    cross = spec.cross.num_bytes(limits.max_batch, limits.max_source_length)
-    target = spec.cache.num_bytes(limits.max_batch, limits.max_target_length)
-    # The target's caches count twice, because a step of the concat variant and a reorder of beams copy them. One cache
-    # at a time is enlarged, through a scratch buffer.
-    return sum(cross) + 2 * sum(target) + max(cross + target, default=0)
-
-
 def resolve_build(
     path: Path,
     config: EngineConfig,
+    device: Device | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> ResolvedBuild:
     """Open a bundle and resolve all build options, without building."""
     bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
-    resolved = resolve(bundle, config, load_library(config.target), next(iter(find_gpus()), None))
+    resolved = resolve(bundle, config, load_library(config.target), choose_gpu(device))
     for note in resolved.notes:
         report(note)
     return resolved
@@ -192,7 +187,7 @@ def _build(
 ) -> tuple[PlanEntry, list[str], str]:
     profiles = resolved.profiles.engines[graph.name]
     contract = plan_contract(graph.name, resolved.spec, resolved.config.variant)
-    with interrupts_held() as check:
+    with interrupts_held() as check, on_gpu(resolved.gpu):
 
         def on_part(part: float) -> None:
             check()
@@ -200,11 +195,11 @@ def _build(
 
         network = parse_graph(resolved.library, graph)
         check_contract(network, contract)
-        data = build_engine(network, profiles, resolved.options, on_part)
+        data = build_engine(network, profiles, resolved.options, on_part, resolved.gpu)
+        inspected = ""
+        if resolved.gpu:
+            inspected = inspect_plan(resolved.library, data, has_host_code=resolved.config.version_compatible)
     on_progress(1.0)
-    inspected = ""
-    if resolved.gpu:
-        inspected = inspect_plan(resolved.library, data, has_host_code=resolved.config.version_compatible)
     path = folder / f"{graph.name}.plan"
     path.write_bytes(data)
     entry = PlanEntry(

@@ -33,6 +33,7 @@ from tfexport.bundle.contents import EngineFiles, recover_kernels
 from tfexport.bundle.manifest import ENGINES
 from tfexport.contract import ENCODER, REORDER
 from tfexport.errors import BundleError, EngineError, raise_all
+from tfexport.runtime.device_memory import check_fits
 from tfexport.tensorrt._library import Library, Log, load_library
 from tfexport.tensorrt._manifest import EngineManifest, PlanEntry
 from tfexport.tensorrt.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
@@ -155,12 +156,15 @@ def load_engine(bundle: Bundle, name: str | None = None, number: int = 0) -> Loa
     machine = replace(machine, libraries={library.target: library.version})
     if found := incompatibilities(stored.manifest, bundle, machine):
         raise EngineError(f"engine {stored.name}: {explain(found)}")
-    log = library.listen()
-    with Cuda(number).current():
+    log, cuda, needed = library.listen(), Cuda(number), sum(plan.bytes for plan in stored.manifest.plans.values())
+    with cuda.current():
+        remedy = "build it with fewer --capacities or narrower --weights"
+        check_fits(f"engine {stored.name}", f"cuda:{number}", needed, cuda.memory(), remedy)
         runtime = library.runtime(log)
         if config.version_compatible:
             runtime.engine_host_code_allowed = True  # version-compatible plans contain host code
-        plans = {plan: _deserialize(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
+        rebuild = rebuild_command(bundle.path, config, machine.gpu)
+        plans = {plan: _deserialize(runtime, library, log, stored, plan, rebuild) for plan in stored.manifest.plans}
     return LoadedEngine(stored.manifest, library, plans, stored.path, log, runtime)
 
 
@@ -229,7 +233,7 @@ def _check_replaceable(folder: Path, target: Path, force: bool) -> None:
     raise_all(EngineError, f"{target} holds more than an engine", problems, remedy="remove that first")
 
 
-def _deserialize(runtime: Any, library: Library, log: Log, stored: EngineBundle, plan: str, bundle: Bundle) -> Any:
+def _deserialize(runtime: Any, library: Library, log: Log, stored: EngineBundle, plan: str, rebuild: str) -> Any:
     raw = stored.read_plan(plan)
     log.records.clear()
     reason = None
@@ -239,7 +243,7 @@ def _deserialize(runtime: Any, library: Library, log: Log, stored: EngineBundle,
     if engine is None:
         config = stored.manifest.config
         remedy = library.unlisted(config.compute_capabilities)
-        remedy = remedy or f"build it again with: {rebuild_command(bundle.path, config)}"
+        remedy = remedy or f"build it again with: {rebuild}"
         raise EngineError(f"engine {stored.name}: {library} refuses {plan}.plan: {reason or log.reason()}; {remedy}")
     return engine
 

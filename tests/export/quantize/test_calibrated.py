@@ -194,4 +194,4 @@ def test_an_engine_depends_on_the_narrow_weights(w8a8: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     resolved = resolve_build(w8a8, EngineConfig(target="tensorrt-rtx", compute_capabilities=("8.9",)))
     assert QUANTIZED_WEIGHTS in resolved.sources
-    assert resolved.accuracy == "w8a8"
+    assert (resolved.accuracy, resolved.name) == ("w8a8", "tensorrt-rtx-static-w8a8")

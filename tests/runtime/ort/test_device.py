@@ -26,9 +26,18 @@ from tfexport.export.reorder import reorder_graph
 from tfexport.model.load import load
 from tfexport.nn.config import model_spec
 from tfexport.precision import FLOAT, ITEM_BYTES, Precision
+from tfexport.runtime.ort import _providers
 from tfexport.runtime.ort._cache import FIRST_CAPACITY, _DeviceBuffers, _HostBuffers
 from tfexport.runtime.ort._device import ELEMENT_TYPE, OrtDevice, RowGather
-from tfexport.runtime.ort._providers import CUDA, PROVIDERS, PlacementError, driver_problem, misplaced, prepare_cuda
+from tfexport.runtime.ort._providers import (
+    CUDA,
+    PROVIDERS,
+    PlacementError,
+    driver_problem,
+    gpu_memory,
+    misplaced,
+    prepare_cuda,
+)
 from tfexport.runtime.ort._static import StaticBatch
 
 SPEC = model_spec(tiny.VARIANTS["post"], "fp32")
@@ -246,6 +255,46 @@ def test_a_cuda_build_without_a_driver_is_reported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     with pytest.raises(BackendError, match=r"(no NVIDIA driver|the NVIDIA driver finds no GPU).*or use device cpu"):
         prepare_cuda()
+
+
+class Driver:
+    """The functions of the CUDA driver that report memory; `fails` names one that returns an error."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.called = fails, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.called.append(name)
+            if name == self.fails:
+                return 1
+            if name == "cuMemGetInfo_v2":
+                for argument, value in zip(arguments, (30, 80), strict=True):
+                    argument._obj.value = value
+            return 0
+
+        return call
+
+
+def test_free_memory_of_a_gpu_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(_providers.ctypes, "CDLL", lambda name: driver)
+    assert gpu_memory(1) == (30, 80)
+    assert driver.called[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"], "as it was before"
+    for fails in ("cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"):
+        monkeypatch.setattr(_providers.ctypes, "CDLL", lambda name, fails=fails: Driver(fails))
+        assert gpu_memory(0) is None
+    monkeypatch.undo()
+    assert gpu_memory(0, "libcuda-that-is-not-there.so.1") is None
+
+
+def test_weights_that_do_not_fit_are_not_loaded(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (dates_bundle / "weights.safetensors").stat().st_size
+    monkeypatch.setitem(PROVIDERS, "cpu", replace(PROVIDERS["cpu"], memory=lambda number: (size - 1, size)))
+    with pytest.raises(BackendError, match=r"needs at least .* MB for its weights, and cpu has"):
+        load(dates_bundle, backend="ort")
+    monkeypatch.setitem(PROVIDERS, "cpu", replace(PROVIDERS["cpu"], memory=lambda number: (size, size)))
+    load(dates_bundle, backend="ort").close()
 
 
 @pytest.mark.gpu

@@ -182,6 +182,14 @@ def test_the_remedy_names_this_gpu_if_it_has_a_name(bundle: Bundle) -> None:
     assert rebuilt(("7.5", "8.6"), "8.9") == ["7.5", "8.6", "8.9"]
 
 
+def test_an_engine_is_built_again_on_the_gpu_that_refused_it(bundle: Bundle) -> None:
+    engine = stored.manifest(bundle, TENSORRT)
+    (found,) = incompatibilities(engine, bundle, at(gpu=replace(A10, index=1)))
+    assert found.field == "GPU"
+    assert "--device cuda:1 " in found.remedy
+    assert "--device" not in rebuild_command(bundle.path, TENSORRT, L4)
+
+
 def test_a_machine_has_the_chosen_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "find_gpus", lambda: [L4, A10])
     assert [this_machine(number).gpu for number in range(3)] == [L4, A10, None]

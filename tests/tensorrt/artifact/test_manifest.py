@@ -129,6 +129,9 @@ def test_the_folder_is_named_after_the_options() -> None:
     rtx = EngineConfig(target="tensorrt-rtx", variant="static", precision="fp16", weights="int8")
     assert engine_key(rtx) == "tensorrt-rtx-static-fp16-int8"
     assert engine_key(EngineConfig(target="tensorrt", precision="bf16")) == "tensorrt-bf16"
+    fp16 = EngineConfig(target="tensorrt", variant="static", precision="fp16")
+    assert engine_key(fp16, "w8a8") == "tensorrt-static-w8a8"
+    assert engine_key(fp16, "fp8") == "tensorrt-static-fp8"
 
 
 def test_an_encoder_only_bundle_has_one_plan(bundle: Bundle) -> None:

@@ -20,7 +20,7 @@ from tests.tensorrt.artifact import stored
 from tests.tensorrt.artifact.stored import L4, MACHINE, PLANS, TENSORRT, flip
 from tests.tensorrt.cuda_double import CudaDouble
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.errors import BundleError, EngineError
+from tfexport.errors import BackendError, BundleError, EngineError
 from tfexport.tensorrt import store as tensorrt_store
 from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.store import add_engine, choose_engine, engine_names, open_engine
@@ -56,6 +56,16 @@ def test_plans_are_loaded_on_the_chosen_gpu(bundle: Bundle, engine: Path, monkey
     assert numbers == [1, 1, 1]
     with pytest.raises(EngineError, match="none that can be used"):
         tensorrt_store.load_engine(bundle, NAME, 0)
+
+    class Full(CudaDouble):
+        def memory(self) -> tuple[int, int]:
+            self.check_current()
+            return sum(map(len, PLANS.values())) - 1, 1000
+
+    monkeypatch.setattr(tensorrt_store, "Cuda", Full)
+    with pytest.raises(BackendError, match="cuda:1 has 0 of 0 MB free"):
+        tensorrt_store.load_engine(bundle, NAME, 1)
+    assert numbers == [1, 1, 1], "nothing is loaded that does not fit"
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -17,8 +17,7 @@ from tfexport.contract import GraphEntry, graph_contract
 from tfexport.errors import ConfigError, EngineError
 from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build.resolve import resolve
-from tfexport.tensorrt.config import EngineConfig, EngineLimits
-from tfexport.tensorrt.pipeline import cache_bytes
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, cache_bytes
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 

@@ -54,55 +54,45 @@ class CachingConfig:
         return self.cache
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "need_gpu", lambda: L4)
-
-
-@pytest.mark.usefixtures("gpu")
 def test_a_timing_cache_is_read_used_and_written(tmp_path: Path) -> None:
     directory = str(tmp_path / "new" / "caches")
     for new, expected in ((b"one", b"one"), (b"two", b"one two")):
         config = CachingConfig(new)
-        path = attach_timing_cache(plain_tensorrt(), config, directory)
+        path = attach_timing_cache(plain_tensorrt(), config, directory, L4)
         save_timing_cache(config, path)
         assert path.read_bytes() == expected
     assert [file.name for file in path.parent.iterdir()] == ["10.0.1-NVIDIA-L4.timing"]
 
 
-@pytest.mark.usefixtures("gpu")
 def test_builds_at_once_add_to_each_other(tmp_path: Path) -> None:
     configs = [CachingConfig(b"build%d" % number) for number in range(16)]
-    (path,) = {attach_timing_cache(plain_tensorrt(), config, str(tmp_path)) for config in configs}
+    (path,) = {attach_timing_cache(plain_tensorrt(), config, str(tmp_path), L4) for config in configs}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda config: save_timing_cache(config, path), configs))
     assert set(path.read_bytes().split()) == {config.new for config in configs}
 
 
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("config", [CachingConfig(mark=b"other"), CachingConfig(takes=False)])
 def test_a_timing_cache_that_is_refused_is_named(tmp_path: Path, config: CachingConfig) -> None:
     (tmp_path / "10.0.1-NVIDIA-L4.timing").write_bytes(b"strange")
     with pytest.raises(EngineError, match=r"10\.0\.1-NVIDIA-L4\.timing: tensorrt 10\.0\.1 does not accept it"):
-        attach_timing_cache(plain_tensorrt(), config, str(tmp_path))
+        attach_timing_cache(plain_tensorrt(), config, str(tmp_path), L4)
 
 
-@pytest.mark.usefixtures("gpu")
 def test_a_timing_cache_that_is_no_file_or_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "10.0.1-NVIDIA-L4.timing"
     path.mkdir()
     with pytest.raises(EngineError, match="not a file of at most"):
-        attach_timing_cache(plain_tensorrt(), CachingConfig(), str(tmp_path))
+        attach_timing_cache(plain_tensorrt(), CachingConfig(), str(tmp_path), L4)
     path.rmdir()
     path.write_bytes(b"12345")
     monkeypatch.setattr(builder, "MAX_TIMING_CACHE_BYTES", 4)
     with pytest.raises(EngineError, match="not a file of at most 4 bytes; remove it"):
-        attach_timing_cache(plain_tensorrt(), CachingConfig(), str(tmp_path))
+        attach_timing_cache(plain_tensorrt(), CachingConfig(), str(tmp_path), L4)
 
 
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("fails", ["write", "combine", "read", "none"])
 def test_a_finished_build_is_not_lost_with_its_timings(
     tmp_path: Path, fails: str, caplog: pytest.LogCaptureFixture
@@ -125,7 +115,7 @@ def test_a_finished_build_is_not_lost_with_its_timings(
     library.trt.IProgressMonitor = object
     builder = SimpleNamespace(create_builder_config=lambda: config, build_serialized_network=build)
     network = Network("toy", library, library.listen(), None, builder, None, [], [], {})
-    assert build_engine(network, (), EngineConfig(timing_cache=str(tmp_path))) == b"plan"
+    assert build_engine(network, (), EngineConfig(timing_cache=str(tmp_path)), gpu=L4) == b"plan"
     assert "not saved" in caplog.text
     assert path.exists() == (fails != "none")
     assert fails in ("write", "none") or path.read_bytes() == b"other"

@@ -131,6 +131,19 @@ def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[.
             assert [result.text for result in model.generate(texts, num_beams=2)] == [r.text for r in expected]
 
 
+def test_a_largest_batch_that_does_not_fit_is_a_warning(
+    on_doubles: Callable[..., tfexport.Model], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fits in (True, False):
+        free = (1 << 40 if fits else 100_000, 1 << 40)
+        monkeypatch.setattr(CudaDouble, "memory", lambda self, free=free: free)
+        with on_doubles(device="cuda:1", backend="trt") as model:
+            largest = model.session.largest_bytes()  # type: ignore[attr-defined]
+            assert ("its largest batch needs" in caplog.text) is not fits
+            model.generate(["le 14 juillet 1989"] * 4)
+            assert largest >= model.session.memory_bytes() // 2  # type: ignore[attr-defined]
+
+
 def test_gpus_are_used_by_threads_side_by_side(on_doubles: Callable[..., tfexport.Model]) -> None:
     """The double refuses every call, also of an engine, while another GPU is the thread's current one."""
     texts = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989"]

@@ -23,6 +23,7 @@ from tfexport.precision import Precision
 LIBRARY_FOLDERS = ("nvidia/*/lib", "torch/lib")
 # Libraries for operators that our graphs do not use.
 _OPTIONAL_LIBRARIES = ("cufft", "nvrtc", "cudnn")
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # https://refspecs.linuxfoundation.org/elf/elf.pdf, with the sizes of 64 bits
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NEEDED, _DT_STRTAB = 1, 5
@@ -53,6 +54,7 @@ class Provider:
     is_host: bool = False  # whether it uses host memory, so that NumPy can share arrays with it
     options: dict[str, str] = field(default_factory=dict)
     prepare: Callable[[int], None] = lambda number: None  # raises `BackendError` if the device cannot be used
+    memory: Callable[[int], tuple[int, int] | None] = lambda number: None  # free and all bytes; None if unknown
 
     def check_placement(self, session: ort.InferenceSession, name: str) -> None:
         """Raise an error if the provider did not start or lacks a kernel of the graph."""
@@ -106,6 +108,27 @@ def prepare_cuda(number: int = 0) -> None:
         )
 
 
+def gpu_memory(number: int, library: str = _DRIVER) -> tuple[int, int] | None:
+    """Return the free and all bytes of a GPU; None if the driver does not report them."""
+    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    try:
+        driver = ctypes.CDLL(library)
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number):
+            return None
+        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            return None
+        try:
+            if driver.cuCtxPushCurrent_v2(context):
+                return None
+            code = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+            driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+            return None if code else (free.value, total.value)
+        finally:
+            driver.cuDevicePrimaryCtxRelease_v2(device)
+    except (OSError, AttributeError):
+        return None
+
+
 # To add an execution provider, add it here and its device to `tfexport.contract.DEVICE`.
 CPU = Provider(
     device="cpu",
@@ -124,13 +147,12 @@ CUDA = Provider(
     # is given, onnxruntime 1.31 looks for a plugin and warns that there is none.
     options={"use_tf32": "0"},
     prepare=prepare_cuda,
+    memory=gpu_memory,
 )
 PROVIDERS: dict[DeviceKind, Provider] = {provider.device: provider for provider in (CPU, CUDA)}
 
 
-def driver_problem(
-    library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1", number: int = 0
-) -> str | None:
+def driver_problem(library: str = _DRIVER, number: int = 0) -> str | None:
     """Find a GPU through CUDA's driver API; return the problem and its fix."""
     try:
         driver = ctypes.CDLL(library)

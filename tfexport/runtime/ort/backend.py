@@ -22,6 +22,7 @@ from tfexport.errors import BackendError, BundleError
 from tfexport.precision import FLOAT, Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedBatch
 from tfexport.runtime.cpu import Threads, choose_threads
+from tfexport.runtime.device_memory import check_fits
 from tfexport.runtime.ort._concat import ConcatBatch
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
@@ -75,6 +76,10 @@ class OrtSession(CheckedAligner):
         self.limits, self.has_alignment = Limits.of(spec), contract.ALIGNMENT in paths
         self.accuracy: Accuracy = graphs.weights or spec.precision
         self._paths, self._device = paths, OrtDevice(device, graphs.weights, profile)
+        if memory := provider.memory(self._device.place[1]):
+            files = {path.parent / contract.WEIGHTS for path in paths.values()}
+            size = sum(path.stat().st_size for path in files if path.exists())
+            check_fits("ort", device, size, memory, "use device cpu")
         decoder = gather = None
         if variant is not None:
             # The decoder, the larger graph, first: weights are in memory twice while they are packed.

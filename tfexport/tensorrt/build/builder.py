@@ -48,13 +48,19 @@ def build_engine(
     profiles: Sequence[Profile],
     options: EngineConfig,
     on_progress: Callable[[float], None] = lambda done: None,
+    gpu: Gpu | None = None,
 ) -> bytes:
-    """Build a plan; `on_progress` gets the finished fraction, and may raise to cancel."""
+    """Build a plan on the current GPU, whose timings are cached under the name of `gpu`.
+
+    `on_progress` gets the finished fraction, and may raise to cancel.
+    """
     config = network.builder.create_builder_config()
     if config is None:
         raise EngineError(f"{network.subject}: cannot create a configuration: {network.log.reason()}")
     apply_options(network.library, config, options)
-    cache = options.timing_cache and attach_timing_cache(network.library, config, options.timing_cache)
+    cache = None
+    if options.timing_cache:
+        cache = attach_timing_cache(network.library, config, options.timing_cache, gpu or need_gpu())
     _add_profiles(network, config, profiles)
     monitor: Monitor = type("TensorRTProgress", (Monitor, network.library.trt.IProgressMonitor), {})(on_progress)
     config.progress_monitor = monitor
@@ -108,9 +114,9 @@ def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
                 raise EngineError(f"{library}: refuses compute capability {capability}")
 
 
-def attach_timing_cache(library: Library, config: Any, directory: str) -> Path:
-    """Attach the timing cache of this version and GPU; return the file to save it to."""
-    path = Path(directory) / f"{library.version}-{re.sub('[^A-Za-z0-9.]+', '-', need_gpu().name)}.timing"
+def attach_timing_cache(library: Library, config: Any, directory: str, gpu: Gpu) -> Path:
+    """Attach the timing cache of this version and a GPU; return the file to save it to."""
+    path = Path(directory) / f"{library.version}-{re.sub('[^A-Za-z0-9.]+', '-', gpu.name)}.timing"
     try:
         if path.exists() and (not path.is_file() or path.stat().st_size > MAX_TIMING_CACHE_BYTES):
             raise EngineError(f"timing cache {path}: not a file of at most {MAX_TIMING_CACHE_BYTES} bytes; remove it")

@@ -20,7 +20,7 @@ from tfexport.tensorrt._library import Library
 from tfexport.tensorrt.build._profiles import Profiles, make_profiles
 from tfexport.tensorrt.build.builder import resolve_options
 from tfexport.tensorrt.build.network import Graph
-from tfexport.tensorrt.config import EngineConfig, decoder_plans, updates_in_place
+from tfexport.tensorrt.config import EngineConfig, decoder_plans, engine_key, updates_in_place
 from tfexport.tensorrt.cuda import Gpu
 
 T = TypeVar("T")
@@ -39,6 +39,12 @@ class ResolvedBuild:
     profiles: Profiles
     options: EngineConfig  # for the builder
     notes: tuple[str, ...]  # about choices that may be unexpected
+
+    @property
+    def name(self) -> str:
+        """Name of the engine's folder."""
+        quantization = self.bundle.manifest.quantization
+        return engine_key(self.config, quantization.precision if quantization else None)
 
     @property
     def graphs(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,13 +17,15 @@ from tfexport.runtime.session import LONGER, Floats, Limit, Limits, Session
 from tfexport.runtime.sources import Sources, batch_problems
 from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt._library import Library
-from tfexport.tensorrt.config import EngineLimits, cache_aliases, plan_contract, plan_names
+from tfexport.tensorrt.config import STEP, EngineLimits, cache_aliases, cache_bytes, plan_contract, plan_names
 from tfexport.tensorrt.cuda import Cuda, need_gpu
 from tfexport.tensorrt.session._batch import TrtBatch, check_limit
 from tfexport.tensorrt.session._engine import Engine
 from tfexport.tensorrt.session._replica import ReplicaPool
 from tfexport.tensorrt.session._resources import EngineSet
 from tfexport.tensorrt.store import load_engine
+
+_log = logging.getLogger(__name__)
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
@@ -44,17 +47,27 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
     if not bundle.trusted_keys:  # kernels are unsigned code
         sums = {plan: entry.sha256 for plan, entry in engine.manifest.plans.items()}
         kernels = RuntimeCacheStore(engine.path, sums, library.version, need_gpu(number))
-    return TrtSession(
+    cuda = Cuda(number)
+    session = TrtSession(
         engine.plans,
         spec,
         built.variant if spec.has_decoder else None,
         engine.manifest.limits,
         library,
-        Cuda(number),
+        cuda,
         weights=bundle.manifest.quantization.precision if bundle.manifest.quantization else built.weights,
         reason=reason,
         kernels=kernels,
     )
+    with cuda.current():
+        free, _ = cuda.memory()
+    if (largest := session.largest_bytes()) > free:
+        _log.warning(
+            "engine %s: its largest batch needs about %.0f MB, and cuda:%d has %.0f MB free; use smaller batches or "
+            "shorter texts, or build it with a smaller --max-batch or --max-target-length",
+            *(engine.path.name, largest / 1e6, number, free / 1e6),
+        )
+    return session
 
 
 def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
@@ -111,6 +124,11 @@ class TrtSession(CheckedSession):
     def memory_bytes(self) -> int:
         """Return the device memory of batches and free replicas, without weights."""
         return self._open_pool().num_bytes
+
+    def largest_bytes(self) -> int:
+        """Estimate the device memory of the largest batch, without weights and prefills."""
+        activations = max(engine.activation_bytes(STEP) for engine in self._engines.engines.values())
+        return activations + cache_bytes(self._engines.spec, self._engines.limits)
 
     def close(self) -> None:
         """Store compiled kernels and free everything; no other call may be running."""
