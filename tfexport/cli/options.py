@@ -63,14 +63,17 @@ class NoneOr(click.ParamType):  # type: ignore[type-arg]
 
 
 class DeviceType(click.ParamType):  # type: ignore[type-arg]
-    """A device that runs models, see `tfexport.contract.DEVICE`."""
+    """A device that runs models, see `tfexport.contract.DEVICE`, or several of them."""
 
-    name = "cpu|cuda|cuda:N"
+    def __init__(self, *, several: bool = False) -> None:
+        self.several = several
+        self.name = "cpu|cuda|cuda:N" + ",…" * several
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the text if it is a device."""
-        if not re.fullmatch(DEVICE.pattern, value):
-            self.fail(f"{value!r} is not {DEVICE.expected}", param, ctx)
+        """Return the text if it is a device, or if each part is one."""
+        for device in value.split(",") if self.several else [value]:
+            if not re.fullmatch(DEVICE.pattern, device):
+                self.fail(f"{device!r} is not {DEVICE.expected}", param, ctx)
         return value
 
 
@@ -153,10 +156,10 @@ def _grouped(command: F, group: str, names: Iterable[str], kind: Callable[..., A
     return cast(F, grouped)
 
 
-def loading_options(command: F) -> F:
+def loading_options(command: F, **changes: Callable[[F], F]) -> F:
     """Add the options of `tfexport.load`, passed as the dictionary `loading`."""
     command = _grouped(command, "loading", _LOADING)
-    for add in reversed(_LOADING.values()):
+    for add in reversed((_LOADING | changes).values()):
         command = add(command)
     return command
 

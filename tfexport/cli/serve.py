@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import click
 
 from tfexport.cli.commands import EXIT_ERROR, main
-from tfexport.cli.options import config_of, config_options, loading_options
+from tfexport.cli.options import DeviceType, config_of, config_options, loading_options
 from tfexport.errors import printable
 from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named_bundles
 
 
 @main.command()
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
-@loading_options
+@partial(
+    loading_options,
+    device=click.option(
+        "--device",
+        type=DeviceType(several=True),
+        default="cpu",
+        help="Where the models run; with several devices, such as cuda:0,cuda:1, each loads them.",
+    ),
+)
 @config_options(ServerConfig, drain_delay_s="--drain-delay", shutdown_timeout_s="--shutdown-timeout")
 @config_options(ServingConfig, "slots", "encoder_budget", "max_waiting", "max_waiting_tokens", "max_num_beams")
 @config_options(HttpConfig, "max_timeout_s", "max_body_bytes", max_timeout_s="--timeout", max_body_bytes="--max-body")

@@ -102,6 +102,16 @@ class Served:
         # Open requests refer to this object through `end`, so the thread runs until they are answered.
         weakref.finalize(self, self.worker.abort, errors.Draining("the engine was deleted")).atexit = False
 
+    @property
+    def is_working(self) -> bool:
+        """Whether its thread has not failed and makes progress."""
+        return self.worker.failure is None and self.worker.silent_s < self._config.stall_s
+
+    @property
+    def load(self) -> int:
+        """Number of rows of open requests, and of other calls."""
+        return sum(generation.num_rows for generation in self.open) + len(self.calls.pending)
+
     def begin(self, generation: AnyGeneration, read: Callable[[], Request] | None = None) -> None:
         """Queue a request; `read` replaces its stand-in on another thread first."""
         if read:

@@ -42,7 +42,7 @@ State = Literal["starting", "ready", "draining", "failed", "stopped"]
 
 
 class Engine:
-    """Serve one model to callers on one event loop.
+    """Serve one model to callers on one event loop, with a replica on each device.
 
     Each result equals that of `Model.generate` for the same text on its own. `async with Engine(bundle) as engine:`
     starts the engine, and drains it at the end of the block.
@@ -59,39 +59,52 @@ class Engine:
         """Configure the engine; `start` loads the bundle.
 
         `observer` receives the measurements. `options` are those of `tfexport.load`: backend, variant, threads, device,
-        engine, trusted_keys and warm_up.
+        engine, trusted_keys and warm_up. `device` may name several, as in "cuda:0,cuda:1": each loads the bundle, and a
+        request is decoded by the replica with the fewest rows.
         """
         self.config = config or ServingConfig()
+        device = options.pop("device", "cpu")
+        self.devices: tuple[Any, ...] = tuple(device.split(",")) if isinstance(device, str) else (device,)
         self._bundle, self._options = bundle, options
         self._observer = guarded(observer) if observer else Observer()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._served: Served | None = None
+        self._served: tuple[Served, ...] = ()  # by device
         self._state: State = "starting"
         self._retiring: list[Served] = []
         self._replacing = asyncio.Lock()
 
     @property
     def state(self) -> State:
-        """State of the engine; "failed" after its thread has failed."""
-        if self._served and self._served.worker.failure is not None:
+        """State of the engine; "failed" after the threads of all replicas have failed."""
+        if self._served and all(served.worker.failure is not None for served in self._served):
             return "failed"
         return self._state
 
     @property
     def is_ready(self) -> bool:
-        """Whether it accepts requests and its thread makes progress."""
-        return self.state == "ready" and self._current.worker.silent_s < self.config.stall_s
+        """Whether it accepts requests and the thread of a replica makes progress."""
+        return self.state == "ready" and self.num_replicas_ready > 0
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread has not failed, nor hung for `hang_s` seconds."""
-        is_hung = self._served is not None and self._served.worker.silent_s >= self.config.hang_s
-        return self.state != "failed" and not is_hung
+        """Whether no thread has failed, nor hung for `hang_s` seconds."""
+        workers = [served.worker for served in self._served]
+        return all(worker.failure is None and worker.silent_s < self.config.hang_s for worker in workers)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of devices that the model is loaded on."""
+        return len(self.devices)
+
+    @property
+    def num_replicas_ready(self) -> int:
+        """Number of replicas whose threads have not failed and make progress."""
+        return sum(served.is_working for served in self._served)
 
     @property
     def model(self) -> Model:
-        """The model for new requests; raises `EngineFailed` before `start`."""
-        return self._current.model
+        """The model of the first device; raises `EngineFailed` before `start`."""
+        return self._current[0].model
 
     @property
     def num_waiting(self) -> int:
@@ -106,8 +119,8 @@ class Engine:
 
     @property
     def slots(self) -> int:
-        """Maximum number of rows that are decoded at once."""
-        return self._current.worker.slots
+        """Maximum number of rows that are decoded at once, by all replicas."""
+        return sum(served.worker.slots for served in self._current)
 
     @property
     def num_slots_used(self) -> int:
@@ -134,21 +147,23 @@ class Engine:
             old, path = self._current, bundle or self._bundle
             self._served = await self._load(path, "ready", "the engine is stopping and loads no other bundle")
             self._bundle = path
-            self._retiring.append(old)
-            await old.stop(Draining("the bundle was replaced"), None)
-            self._retiring.remove(old)
+            self._retiring += old
+            reason = Draining("the bundle was replaced")
+            await asyncio.gather(*(served.stop(reason, None) for served in old))
+            self._retiring = [served for served in self._retiring if served not in old]
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Finish the accepted requests and stop; return whether all were answered.
 
         Requests that are open after `timeout_s` raise `Draining`; None waits while the engine's thread makes progress.
         """
-        if self._served is None or self._state == "stopped":
+        if not self._served or self._state == "stopped":
             self._state = "stopped"
             return True
         self._state = "draining"
         reason = Draining("the engine is stopping; send the request to another one")
-        self._served.worker.waiting.close(reason)  # before the first await, so that no request is accepted meanwhile
+        for served in self._served:  # before the first await, so that no request is accepted meanwhile
+            served.worker.waiting.close(reason)
         are_answered = all(await asyncio.gather(*(served.stop(reason, timeout_s) for served in self._all_served)))
         self._state = "stopped"
         return are_answered
@@ -190,7 +205,8 @@ class Engine:
             EngineFailed: the engine has failed.
         """
         with self._refusals():
-            model = self.model
+            served = self._least_loaded()
+            model = served.model
             if model.tokenizer is None:
                 raise InputError("this bundle has no tokenizer; pass token ids")
             tokenizer, decoding = model.tokenizer, model.decoding(config, **options)
@@ -198,7 +214,7 @@ class Engine:
                 if stream:
                     raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
                 check_copies(model.session, tokenizer)
-                self._current.calls.check_room(self.config.max_waiting)
+                served.calls.check_room(self.config.max_waiting)
             if model.spec.source_vocab:
                 read, (ready,) = None, tokenizer.encode([text])
             elif isinstance(text, str):
@@ -217,7 +233,7 @@ class Engine:
             num_forced += num_speech_tokens(model.spec, decoding)
             pieces = Pieces(tokenizer.decode, num_forced, decoding.strings) if stream else None
             limits = priority, timeout_s
-            return self._begin(ready, prefix_ids, decoding, num_fixed, stream, *limits, answers, pieces, read)
+            return self._begin(served, ready, prefix_ids, decoding, num_fixed, stream, *limits, answers, pieces, read)
 
     def submit_ids(
         self,
@@ -235,8 +251,9 @@ class Engine:
         The other arguments and the errors are those of `submit`. `prefix` excludes the start token. Streams yield ids.
         """
         with self._refusals():
-            decoding = self.model.decoding(config, **options)
-            return self._begin(source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
+            served = self._least_loaded()
+            decoding = served.model.decoding(config, **options)
+            return self._begin(served, source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
 
     async def generate(self, text: Any, **options: Any) -> list[Result]:
         """Return the answers to a source, best first; see `submit`."""
@@ -303,7 +320,7 @@ class Engine:
         with self._refusals():
             self._check_loop()
             raise_all(InputError, "request", _time_problems(timeout_s))
-            served, limit_s = self._current, self._limit_s(timeout_s)
+            served, limit_s = self._least_loaded(), self._limit_s(timeout_s)
             served.worker.waiting.check_open()
             served.calls.check_room(max_waiting, names[0])
             try:
@@ -315,7 +332,7 @@ class Engine:
 
     @property
     def _all_served(self) -> list[Served]:
-        return [served for served in (*self._retiring, self._served) if served]
+        return [*self._retiring, *self._served]
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -335,31 +352,40 @@ class Engine:
             raise EngineFailed("the engine was started on another event loop; call it from that one")
 
     @property
-    def _current(self) -> Served:
-        if self._served is None:
+    def _current(self) -> tuple[Served, ...]:
+        if not self._served:
             raise EngineFailed("the engine was not started; use async with, or await start()")
         return self._served
 
-    async def _load(self, bundle: str | PathLike[str], state: State, refusal: str) -> Served:
+    def _least_loaded(self) -> Served:
+        """Return the replica with the fewest rows, if possible one that makes progress."""
+        if len(self._current) == 1:
+            return self._current[0]
+        return min(self._current, key=lambda served: (not served.is_working, served.load))
+
+    async def _load(self, bundle: str | PathLike[str], state: State, refusal: str) -> tuple[Served, ...]:
         # Raises `Draining` if the engine leaves `state` meanwhile.
-        def load_model() -> Model:
-            model = load(bundle, **self._options)
-            try:
-                prepare(model, self.config.slots)
-            except TfexportError:
-                model.close()
-                raise
-            return model
+        def load_models() -> list[Model]:
+            models = []
+            with contextlib.ExitStack() as loaded:
+                for device in self.devices:
+                    models.append(load(bundle, device=device, **self._options))
+                    loaded.callback(models[-1].close)
+                    prepare(models[-1], self.config.slots)
+                loaded.pop_all()
+            return models
 
         if self._state == state:
-            model = await asyncio.to_thread(load_model)
+            models = await asyncio.to_thread(load_models)
             if self._state == state:
-                return Served(model, self.config, self._observer)
-            model.close()
+                return tuple(Served(model, self.config, self._observer) for model in models)
+            for model in models:
+                model.close()
         raise Draining(refusal)
 
     def _begin(
         self,
+        served: Served,
         source: Any,
         prefix: Iterable[int],
         decoding: DecodeConfig,
@@ -371,8 +397,9 @@ class Engine:
         pieces: Pieces | None,
         read: Callable[[], list[Any]] | None = None,
     ) -> AnyGeneration:
-        raise_all(InputError, "request", [*self._problems(decoding, stream, priority, timeout_s)])
-        model, now = self.model, time.monotonic()
+        slots = served.worker.slots
+        raise_all(InputError, "request", [*self._problems(decoding, slots, stream, priority, timeout_s)])
+        model, now = served.model, time.monotonic()
         text_of = model.tokenizer.decode if model.tokenizer else None
 
         def checked(sources: list[Any]) -> Request:
@@ -383,18 +410,20 @@ class Engine:
         end = now + self._limit_s(timeout_s)
         generation: AnyGeneration = Generation(checked([source]), now, priority, end, answers=answers)
         generation.pieces, generation.buffer = pieces, self.config.stream_buffer
-        generation.leave = self._current.end
+        generation.leave = served.end
         self._check_loop()
-        self._current.begin(generation, None if read is None else lambda: checked(read()))
+        served.begin(generation, None if read is None else lambda: checked(read()))
         return generation
 
-    def _problems(self, decoding: DecodeConfig, stream: object, priority: object, timeout_s: object) -> Iterator[str]:
+    def _problems(
+        self, decoding: DecodeConfig, slots: int, stream: object, priority: object, timeout_s: object
+    ) -> Iterator[str]:
         if not isinstance(stream, bool):
             yield f"stream is {shortened(stream)}, expected True or False"
         if decoding.num_beams > self.config.max_num_beams:
             yield f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it"
-        if (rows := num_rows(decoding)) > self.slots:
-            problem = f"the request needs {rows} slots, the engine has {self.slots}"
+        if (rows := num_rows(decoding)) > slots:
+            problem = f"the request needs {rows} slots, the engine has {slots}"
             yield f"{problem}; lower num_beams or num_return_sequences"
         for name in ("num_beams", "num_return_sequences") if stream else ():
             if (number := getattr(decoding, name)) > 1:

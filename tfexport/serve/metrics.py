@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
@@ -36,6 +37,8 @@ _GAUGES = {
     "tfexport_requests_waiting": ("Requests that have not joined a batch.", "num_waiting"),
     "tfexport_slots": ("Maximum number of rows that are decoded at once.", "slots"),
     "tfexport_slots_used": ("Rows that are being decoded.", "num_slots_used"),
+    "tfexport_replicas": ("Devices that the model is loaded on.", "num_replicas"),
+    "tfexport_replicas_ready": ("Replicas that have not failed and make progress.", "num_replicas_ready"),
 }
 
 
@@ -90,14 +93,16 @@ class Metrics(Collector):
 
 
 class _Repeated:
-    """A histogram of values that occur several times; only one thread observes."""
+    """A histogram of values that occur several times."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self._lock = threading.Lock()  # each replica observes on its thread
 
     def observe(self, value: float, times: int) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        with self._lock:
+            self._counts[bisect_left(self._bounds, value)] += times
+            self._sum += value * times
 
     def found(self) -> tuple[list[tuple[str, float]], float]:
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]

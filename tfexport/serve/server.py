@@ -244,9 +244,9 @@ def _leave(code: int, line: str = "") -> NoReturn:
 
 def _warn_of_threads(engines: Collection[Engine]) -> None:
     cores = available_cores()
-    used = sum(engine.model.threads.decoder for engine in engines if engine.model.threads)
+    used = sum(engine.model.threads.decoder * engine.num_replicas for engine in engines if engine.model.threads)
     if used > cores:
-        remedy = f"set --threads {max(1, cores // len(engines))}"
+        remedy = f"set --threads {max(1, cores // sum(engine.num_replicas for engine in engines))}"
         logger.warning("the models use %d threads on %d cores, which is slow under load; %s", used, cores, remedy)
 
 
@@ -260,7 +260,8 @@ def _model_line(name: str, engine: Engine) -> str:
         used += f", labels {', '.join(spec.labels)}"[:100] * bool(spec.labels)
     if not spec.has_decoder or engine.model.reads != "text":
         source += f" {spec.source.unit}"
-    runs = f"{session.accuracy} on {session.backend}{used}{slots}"
+    replicas = f", replicas on {', '.join(engine.devices)}" if engine.num_replicas > 1 else ""
+    runs = f"{session.accuracy} on {session.backend}{used}{slots}{replicas}"
     return f"{name}: {kind} {spec.d_model}, {runs}; up to {spec.max_source_length} {source}{target}"
 
 
