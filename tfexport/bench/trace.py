@@ -1,6 +1,6 @@
 """Write a trace of decoder calls for Perfetto or chrome://tracing.
 
-Rows are the phases of each call, and the operators of each graph if ONNX Runtime runs them.
+Rows are the phases of each call, and the operators of each graph in ONNX Runtime or the layers of each engine.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ class LoadOptions:
     device: Device = "cpu"
     engine: str | None = None
     is_shared: bool = False  # whether the process has other threads of Python
-    profile: Path | None = None  # where ONNX Runtime writes a folder of events for each graph, when they are closed
+    profile: Path | None = (
+        None  # where sessions write a folder of events for each graph or engine, when they are closed
+    )
 
     def __post_init__(self) -> None:
         problems = word_problems(

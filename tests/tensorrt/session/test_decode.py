@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ import tfexport
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import SOURCES, Model
 from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
-from tfexport.bundle.bundle import Bundle
+from tfexport.bench.config import BenchConfig, resolve
+from tfexport.bench.trace import trace_calls
+from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.contract import ENCODER, Variant
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError
@@ -24,6 +27,8 @@ from tfexport.generation import DecodeConfig
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import BACKENDS, Graphs, get
 from tfexport.runtime.session import Session
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.engine import Engine
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.session.session import TrtSession
@@ -142,6 +147,39 @@ def test_a_largest_batch_that_does_not_fit_is_a_warning(
             assert ("its largest batch needs" in caplog.text) is not fits
             model.generate(["le 14 juillet 1989"] * 4)
             assert largest >= model.session.memory_bytes() // 2  # type: ignore[attr-defined]
+
+
+def test_a_server_has_an_engine_on_each_gpu(dates: Model, on_doubles: Callable[..., tfexport.Model]) -> None:
+    texts = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989"] * 8
+    used: list[Any] = []
+
+    async def serve() -> list[Any]:
+        engine = Engine(dates.path, ServingConfig(slots=4), backend="trt", device="cuda:0,cuda:1")
+        async with engine:
+            used.extend(served.model.session._engines.cuda for served in engine._served)  # type: ignore[attr-defined]
+            before = [cuda.counts["launch"] for cuda in used]
+            found = await asyncio.gather(*map(engine.generate, texts))
+            assert all(cuda.counts["launch"] > launches for cuda, launches in zip(used, before, strict=True))
+            return found
+
+    with on_doubles(backend="trt") as model:
+        expected = [result.text for result in model.generate(texts)]
+    assert [results[0].text for results in asyncio.run(serve())] == expected
+    assert [cuda.number for cuda in used] == [0, 1]
+    assert all(cuda.is_empty for cuda in used)
+
+
+def test_a_trace_has_the_layers_of_every_run(dates: Model, on_doubles: Callable[..., tfexport.Model]) -> None:
+    bundle = open_bundle(dates.path)
+    config = BenchConfig(backend="trt", scenario="offline", batch_size=(2,), num_beams=2, target_length=(6,))
+    events = trace_calls(bundle, resolve(config, bundle.manifest.spec, has_texts=False), None, print)["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert sorted(names.values()) == ["decoder_static", "encoder", "phases, trt", "reorder"]
+    (call,) = (event for event in events if event.get("cat") == "call")
+    layers = [event for event in events if event.get("cat") == "Layer"]
+    assert {names[event["pid"]] for event in layers} == {"decoder_static", "encoder", "reorder"}
+    assert all(event["name"].startswith(names[event["pid"]]) for event in layers)
+    assert all(call["ts"] <= event["ts"] <= call["ts"] + call["dur"] for event in layers)
 
 
 def test_gpus_are_used_by_threads_side_by_side(on_doubles: Callable[..., tfexport.Model]) -> None:

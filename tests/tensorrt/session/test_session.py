@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from tfexport.contract import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER,
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
+from tfexport.runtime.registry import PROFILE_START
 from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
@@ -33,6 +37,25 @@ def greedy_steps(session: Any, model: Model, num_steps: int, num_sources: int = 
     batch, new = model.started(session, num_sources)
     for _ in range(num_steps):
         new = batch.step(new, 1).token_ids[:, 0]
+
+
+@pytest.mark.parametrize("kind", [FakeEngine, RtxEngine])
+def test_layers_of_every_run_are_timed(dates: Model, tmp_path: Path, kind: type[FakeEngine]) -> None:
+    sources, config = dates.sources[:2], DecodeConfig(max_new_tokens=4, num_beams=2)
+    cuda = CudaDouble()
+    with closing(dates.trt(cuda=cuda, kind=kind, profile=tmp_path)) as session:
+        found = decode(session, sources, config)
+    with closing(dates.trt()) as session:
+        assert found == decode(session, sources, config), "a profiler changes nothing"
+    assert cuda.counts["capture"] == 0
+    folders = {path.name.partition(" ")[2]: path for path in tmp_path.iterdir()}
+    assert folders.keys() == {ENCODER, DECODER["static"], REORDER}
+    for plan, folder in folders.items():
+        events = json.loads((folder / "events.json").read_text())
+        assert len(events) == 2 * cuda.counts[f"enqueue {plan}"]
+        assert [event["name"] for event in events[:2]] == [f"{plan} attention", f"{plan} fc1"]
+        assert all(b["ts"] >= a["ts"] + a["dur"] - 1 for a, b in pairwise(events)) or plan != ENCODER
+        assert int((folder / PROFILE_START).read_text()) > 0
 
 
 def test_greedy_steps_are_replayed_and_overlap_the_host(dates: Model) -> None:

@@ -55,7 +55,12 @@ class DynamicShapesKernelSpecializationStrategy(enum.Enum):
     NONE = 2
 
 
+class IProfiler:
+    """The base class of profilers."""
+
+
 MODULE = SimpleNamespace(
+    IProfiler=IProfiler,
     ExecutionContextAllocationStrategy=ExecutionContextAllocationStrategy,
     CudaGraphStrategy=CudaGraphStrategy,
     DynamicShapesKernelSpecializationStrategy=DynamicShapesKernelSpecializationStrategy,
@@ -72,6 +77,7 @@ class FakeContext:
         self._addresses: dict[str, int] = {}
         self._memory = (0, 0)
         self._was_run = False  # with the shapes that are set
+        self.profiler: Any = None
 
     def set_device_memory(self, memory: int, size: int) -> None:
         self._memory = (memory, size)
@@ -157,6 +163,10 @@ class FakeContext:
 
         cuda.enqueue(stream_handle, work)
         self._was_run = True
+        if self.profiler:  # the run waits for the layers
+            cuda.synchronize(stream_handle)
+            for layer in ("attention", "fc1"):
+                self.profiler.report_layer_time(f"{engine.name} {layer}", 0.25)
         return True
 
     def _problems(self, stream: int) -> Iterator[str]:
@@ -421,6 +431,7 @@ def trt_session(
     cuda: CudaDouble | None = None,
     kind: type[FakeEngine] = FakeEngine,
     kernels: RuntimeCacheStore | None = None,
+    profile: Path | None = None,
     **changes: Any,
 ) -> TrtSession:
     """Open graphs in a session on doubles; `changes` are fields of EngineConfig."""
@@ -430,7 +441,7 @@ def trt_session(
     engines, limits = make_engines(graphs, spec, variant, config, cuda, log, kind)
     device: Any = cuda
     reason = lambda: log[-1] if log else "nothing"  # noqa: E731
-    more: dict[str, Any] = {"weights": config.weights, "reason": reason, "kernels": kernels}
+    more: dict[str, Any] = {"weights": config.weights, "reason": reason, "kernels": kernels, "profile": profile}
     return DoubleSession(engines, spec, variant, limits, LIBRARY, device, **more)
 
 

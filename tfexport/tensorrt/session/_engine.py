@@ -15,6 +15,7 @@ from tfexport.errors import BackendError, raise_all
 from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.config import Shape, num_profiles
 from tfexport.tensorrt.cuda import Cuda, CudaGraph
+from tfexport.tensorrt.session._profile import LayerProfile, LayerTimer
 
 # Shapes change between runs; shapes stay and `CudaGraphRunner` captures them; shapes stay and the library does.
 Use = Literal["any shapes", "be captured", "replay itself"]
@@ -29,10 +30,19 @@ class Engine:
     """A deserialized engine that creates contexts for any number of threads."""
 
     def __init__(
-        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kernels: RuntimeCacheStore | None = None
+        self,
+        name: str,
+        engine: Any,
+        trt: Any,
+        reason: Callable[[], str],
+        kernels: RuntimeCacheStore | None = None,
+        profile: LayerProfile | None = None,
     ) -> None:
-        """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors."""
-        self.name = name
+        """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors.
+
+        With a `profile`, the layers of every run are timed, and nothing is captured.
+        """
+        self.name, self._profile = name, profile
         self._engine, self._trt, self._reason, self._store = engine, trt, reason, kernels
         self._kernels: Any = None  # an `IRuntimeCache` that all contexts share, from the first one on
         self._lock = threading.Lock()
@@ -73,7 +83,10 @@ class Engine:
                 raise BackendError(f"trt: cannot create an execution context for {self.name}: {self._reason()}")
             if not made.set_optimization_profile_async(profile, stream):
                 raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
-        return Context(self.name, made, self._reason)
+        if self._profile is None:
+            return Context(self.name, made, self._reason)
+        made.profiler = timer = type("TensorRTProfiler", (LayerTimer, self._trt.IProfiler), {})()
+        return TimedContext(self.name, made, self._reason, self._profile, timer)
 
     def kernels(self) -> bytes | None:
         """Return the serialized kernels, or None if the library compiles none."""
@@ -89,7 +102,7 @@ class Engine:
         config.set_execution_context_allocation_strategy(user_managed)
         if hasattr(config, "cuda_graph_strategy"):
             strategies = self._trt.CudaGraphStrategy
-            captures = use == "replay itself"
+            captures = use == "replay itself" and self._profile is None
             config.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE if captures else strategies.DISABLED
         if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
             # Kernels compiled in the background come too late for a captured graph, which keeps the general ones. If
@@ -155,6 +168,23 @@ class Context:
         """Return whether a run with the current shapes can become a CUDA graph."""
         is_capturable = getattr(self._context, "is_stream_capturable", None)
         return is_capturable is None or bool(is_capturable(stream))
+
+
+class TimedContext(Context):
+    """A context whose layers are timed; replays of CUDA graphs would not be."""
+
+    def __init__(
+        self, name: str, context: Any, reason: Callable[[], str], profile: LayerProfile, timer: LayerTimer
+    ) -> None:
+        super().__init__(name, context, reason)
+        self._profile, self._timer = profile, timer
+
+    def run(self, stream: int) -> None:
+        super().run(stream)
+        self._profile.record(self.name, self._timer)
+
+    def can_be_captured(self, stream: int) -> bool:
+        return False
 
 
 class CudaGraphRunner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from tfexport.bundle.bundle import Bundle
@@ -21,6 +22,7 @@ from tfexport.tensorrt.config import STEP, EngineLimits, cache_aliases, cache_by
 from tfexport.tensorrt.cuda import Cuda, need_gpu
 from tfexport.tensorrt.session._batch import TrtBatch, check_limit
 from tfexport.tensorrt.session._engine import Engine
+from tfexport.tensorrt.session._profile import LayerProfile
 from tfexport.tensorrt.session._replica import ReplicaPool
 from tfexport.tensorrt.session._resources import EngineSet
 from tfexport.tensorrt.store import load_engine
@@ -58,6 +60,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         weights=bundle.manifest.quantization.precision if bundle.manifest.quantization else built.weights,
         reason=reason,
         kernels=kernels,
+        profile=options.profile,
     )
     with cuda.current():
         free, _ = cuda.memory()
@@ -95,13 +98,18 @@ class TrtSession(CheckedSession):
         weights: Quantized | None = None,
         reason: Callable[[], str] = lambda: "see the log of the library",
         kernels: RuntimeCacheStore | None = None,
+        profile: Path | None = None,
     ) -> None:
-        """Check deserialized engines, by plan; `reason` returns the newest errors."""
+        """Check deserialized engines, by plan; `reason` returns the newest errors.
+
+        If `profile` is given, `close` writes the times of layers there, and no CUDA graphs are captured.
+        """
+        self._profile = None if profile is None else LayerProfile(profile)
         made = {}
         for plan in plan_names(variant, limits):
             if plan not in engines:
                 raise BackendError(f"trt: engine {plan} is missing; build it with tfexport trt BUNDLE --force")
-            made[plan] = Engine(plan, engines[plan], library.trt, reason, kernels)
+            made[plan] = Engine(plan, engines[plan], library.trt, reason, kernels, self._profile)
             made[plan].check(plan_contract(plan, spec, variant), cache_aliases(plan, spec, variant))
         self._engines, self._kernels = EngineSet(made, spec, variant, limits, cuda), kernels
         self.variant = variant
@@ -139,6 +147,8 @@ class TrtSession(CheckedSession):
                     compiled = {name: engine.kernels() for name, engine in self._engines.engines.items()}
                     self._kernels.write({name: kernels for name, kernels in compiled.items() if kernels is not None})
                 pool.close()
+            if self._profile:
+                self._profile.write()
 
     @property
     def _is_open(self) -> bool:
