@@ -15,12 +15,8 @@ import torch
 
 from tests import tiny
 from tests.command import ran, refuses, run
+from tests.debug.planted import FC1, FC2, exported, planted
 from tfexport.debug.accuracy import diagnose, error_of
-from tfexport.export import export_bundle
-from tfexport.export.config import ExportConfig
-from tfexport.nn.directory import save_model
-from tfexport.nn.transformer import Transformer
-from tfexport.precision import Precision
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.store import open_engine
 
@@ -28,35 +24,6 @@ pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
 CONFIG = EngineConfig(target="tensorrt-rtx", compute_capabilities=("8.9",), max_batch=4)
 RTX = ("--target", "tensorrt-rtx", "--compute-capability", "8.9", "--max-batch", "4")
-FC1, FC2 = "model.enc.layers.1.ffn.fc1", "model.enc.layers.1.ffn.fc2"
-PRE = {"norm_place": "pre", "final_norm": True}
-
-
-def planted(name: str) -> Transformer:
-    """Return a model whose float32 results are ordinary and whose float16 has an overflow.
-
-    inner: between two products. residual: in the sum of all layers, as in T5. outputs: in keys of cross-attention.
-    """
-    model = tiny.model(
-        tiny.config(**({"encoder": PRE, "decoder": PRE} if name == "residual" else {})), dtype=torch.float32
-    )
-    state = model.state_dict()
-    with torch.no_grad():
-        if name == "inner":
-            state["enc.layers.1.ffn.fc1.weight"] *= 2e4
-            state["enc.layers.1.ffn.fc1.bias"] *= 2e4
-            state["enc.layers.1.ffn.fc2.weight"] /= 2e4
-        elif name == "residual":
-            state["enc.layers.0.ffn.fc2.weight"] *= 6e4
-        elif name == "outputs":
-            state["dec.layers.0.cross.k.weight"] *= 4e4
-    return model
-
-
-def exported(path: Path, name: str, precision: Precision = "fp16") -> Path:
-    save_model(planted(name), path / "model")
-    config = ExportConfig(precision=precision, variants=("static",))
-    return export_bundle(str(path / "model"), path / "bundle", config, verify=False).path
 
 
 @pytest.fixture(scope="module")

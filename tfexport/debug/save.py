@@ -29,7 +29,7 @@ from tfexport._io.sealed_directory import written
 from tfexport.contract import CANDIDATE_IDS, NUM_CANDIDATES, QUANTIZED_WEIGHTS, WEIGHTS, Device
 from tfexport.debug.stages import Arrays, Stage, read_sources, record_stages
 from tfexport.errors import BundleError
-from tfexport.precision import FORMATS
+from tfexport.precision import CALIBRATED, FORMATS
 from tfexport.runtime.ort.host_graph import HostGraph
 from tfexport.tensorrt.build.network import Graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs
@@ -65,6 +65,13 @@ class SavedGraphs:
         width = max(len(command) for command, _ in scripts)
         lines += [f"  {command:<{width}}  {what}" for command, what in scripts]
         return [*lines, f"in the same way: {', '.join(others)}"] if others else lines
+
+
+_REFUSAL = """#!/bin/sh
+echo "ONNX Runtime changes quantized graphs unless session.disable_quant_qdq is 1 in its session options." >&2
+echo "Polygraphy has no option for that, so its outputs would differ from outputs.json; run polygraphy.sh." >&2
+exit 1
+"""
 
 
 def save_graphs(
@@ -122,6 +129,9 @@ def _write_stage(folder: Path, stage: Stage, resolved: ResolvedBuild, report: Ca
             "polygraphy.sh": _polygraphy(stage, resolved, outputs),
             **commands,
         }
+    if resolved.accuracy in CALIBRATED:
+        del commands["onnxruntime.sh"]
+        (folder / "onnxruntime.sh").write_text(_REFUSAL)
     for name, command in commands.items():
         (folder / name).write_text(_script(command))
         yield name
@@ -156,7 +166,8 @@ def _polygraphy(stage: Stage, resolved: ResolvedBuild, outputs: Arrays) -> list[
 
 def _trtexec(stage: Stage, resolved: ResolvedBuild) -> list[str]:
     tool = "tensorrt_rtx" if _is_rtx(resolved) else "trtexec"
-    is_typed = _is_rtx(resolved) or int(resolved.library.version.split(".")[0]) > 10  # always; older ones need the flag
+    is_newest = int(resolved.library.version.split(".")[0]) > 10
+    is_typed = _is_rtx(resolved) or is_newest  # always; older ones need the flag
     command = [tool, f"--onnx=../{stage.graph.name}.onnx", *([] if is_typed else ["--stronglyTyped"]), "--noTF32"]
     for bound in ("min", "opt", "max"):
         shapes = {name: getattr(shape, bound) for name, shape in stage.profile.items()}
@@ -165,7 +176,8 @@ def _trtexec(stage: Stage, resolved: ResolvedBuild) -> list[str]:
     used = {name: tuple(x.tolist()) if name == NUM_CANDIDATES else x.shape for name, x in stage.inputs.items()}
     command.append(f"--shapes={_shapes(used)}")
     command.append(f"--loadInputs={','.join(f'{name}:{name}.bin' for name in stage.inputs)}")
-    return [*command, "--profilingVerbosity=detailed", "--dumpProfile", "--separateProfileRun", "--dumpOutput"]
+    separate = [] if is_newest else ["--separateProfileRun"]  # always, from TensorRT 11 on
+    return [*command, "--profilingVerbosity=detailed", "--dumpProfile", *separate, "--dumpOutput"]
 
 
 def _shapes(shapes: dict[str, Shape]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -195,3 +197,14 @@ def test_an_engine_depends_on_the_narrow_weights(w8a8: Path) -> None:
     resolved = resolve_build(w8a8, EngineConfig(target="tensorrt-rtx", compute_capabilities=("8.9",)))
     assert QUANTIZED_WEIGHTS in resolved.sources
     assert (resolved.accuracy, resolved.name) == ("w8a8", "tensorrt-rtx-static-w8a8")
+
+
+def test_a_saved_graph_has_no_command_that_would_differ(w8a8: Path, tmp_path: Path) -> None:
+    """Polygraphy cannot set the session option that keeps ONNX Runtime from changing the graph."""
+    pytest.importorskip("tensorrt_rtx")
+    options = ("--target", "tensorrt-rtx", "--compute-capability", "8.9", "--max-batch", "4", "--json")
+    saved = json.loads(ran("trt", w8a8, *options, "--save-graphs", tmp_path / "graphs").stdout)
+    assert {*map(tuple, saved["commands"].values())} == {("polygraphy.sh", "trtexec.sh")}
+    done = subprocess.run(["sh", tmp_path / "graphs" / "encoder" / "onnxruntime.sh"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "session.disable_quant_qdq" in done.stderr
