@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,13 +20,15 @@ from tests import tiny
 from tests.gpu import decodes
 from tests.gpu.decodes import hypotheses
 from tests.gpu.job import Job, Numbers
+from tests.gpu.parity import TEXTS
 from tests.runtime.exported import planted, ranked, sources
 from tests.tensorrt.artifact.stored import flip
+from tfexport._io.names import ENGINE_LAYERS
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
 from tfexport.contract import Device, Variant
 from tfexport.errors import EngineError, InputError
-from tfexport.tensorrt.config import Target
+from tfexport.tensorrt.config import EngineConfig, Target
 
 # Below and above the sizes at which ONNX Runtime uses its radix selection.
 VOCABULARIES = (100, 600, 8_000, 32_000)
@@ -116,6 +121,96 @@ def raised(call: Callable[[], object], kind: type[Exception]) -> str:
             raise AssertionError(f"more than one line: {message!r}") from error
         return message
     raise AssertionError("nothing was refused")
+
+
+def replicas(job: Job, target: Target) -> None:
+    """Serve one engine on two replicas, on two GPUs if there are as many."""
+    from tfexport.tensorrt.cuda import find_gpus
+
+    bundle = job.bundle("dates")
+    name = job.engine(bundle, target, "static", "fp16")
+    if name is None:
+        return
+    names = [gpu.name for gpu in find_gpus()]
+    second = 1 if names[1:2] == names[:1] else 0
+
+    def check(numbers: Numbers) -> None:
+        one, two = (served(bundle, name, devices) for devices in ("cuda:0", f"cuda:0,cuda:{second}"))
+        assert two == one
+        numbers["answers"] = len(one)
+
+    job.check(f"replicas on cuda:0 and cuda:{second}", check)
+
+
+def served(bundle: Path, engine: str, devices: str) -> list[str]:
+    """Return the answers to concurrent requests."""
+    from tfexport.serve.config import ServingConfig
+    from tfexport.serve.engine import Engine
+
+    async def serve() -> list[str]:
+        async with Engine(bundle, ServingConfig(slots=8), backend="trt", engine=engine, device=devices) as serving:
+            asked = [serving.generate(text, num_beams=1 + number % 3) for number, text in enumerate(TEXTS * 8)]
+            return [results[0].text for results in await asyncio.gather(*asked)]
+
+    return asyncio.run(serve())
+
+
+def observed(job: Job, target: Target) -> None:
+    """Read the inspector's layers of an engine, and time each layer with the profiler."""
+    bundle = job.bundle("dates")
+    name = job.engine(bundle, target, "static", "fp16")
+    if name:
+        job.check("layers.json", functools.partial(inspected, bundle, name))
+        job.check("bench --profile", functools.partial(slowest_layers, bundle, name))
+
+
+def inspected(bundle: Path, engine: str, numbers: Numbers) -> None:
+    from tfexport.tensorrt.inspector import num_fused
+    from tfexport.tensorrt.store import open_engine
+
+    plans = open_engine(bundle, engine).manifest.plans
+    layers = json.loads((bundle / ENGINES / engine / ENGINE_LAYERS).read_text())
+    assert layers.keys() == plans.keys()
+    for plan, entry in plans.items():
+        numbers[plan] = f"{sum(entry.kernels.values())} kernels, {num_fused(entry.kernels)} fused attentions"
+
+
+def slowest_layers(bundle: Path, engine: str, numbers: Numbers) -> None:
+    from tfexport.bench.config import BenchConfig, resolve
+    from tfexport.bench.trace import trace_calls
+
+    opened = open_bundle(bundle)
+    config = BenchConfig(backend="trt", engine=engine, scenario="offline", batch_size=(8,), num_beams=2)
+    events = trace_calls(opened, resolve(config, opened.manifest.spec, has_texts=False), None, print)["traceEvents"]
+    total: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") == "Layer":
+            total[event["name"]] += event["dur"]
+    assert total, "the library has reported no layers"
+    numbers.update({f"{layer[:60]} us": round(us) for layer, us in total.most_common(5)})
+
+
+def debug(job: Job, target: Target) -> None:
+    """Find no layer of the trained model, and those of a planted overflow."""
+    job.check("models/dates in fp16", functools.partial(diagnosed, job, target, "dates"))
+    job.check("a planted overflow", functools.partial(diagnosed, job, target, "planted"))
+
+
+def diagnosed(job: Job, target: Target, source: str, numbers: Numbers) -> None:
+    from tests.debug.planted import FC1, exported
+    from tfexport.debug import accuracy
+
+    config = EngineConfig(target=target, variant="static", precision="fp16", max_batch=4)
+    with tempfile.TemporaryDirectory(dir=job.work) as folder:
+        bundle = job.bundle("dates") if source == "dates" else exported(Path(folder), "inner")
+        found = accuracy.diagnose(bundle, config, report=print)
+    numbers.update({stage.stage: f"{stage.error:.1e}" for stage in found.stages})
+    numbers["fp32 layers"] = ", ".join(found.fp32_layers or ())
+    if source == "dates":
+        assert found.agrees, "the engine differs from float32"
+    else:
+        assert found.fp32_layers is not None
+        assert FC1 in found.fp32_layers
 
 
 def ties(job: Job, device: Device = "cuda") -> None:

@@ -20,6 +20,7 @@ from tfexport.runtime.registry import LoadOptions, open_session
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
 MEASURED_S = 1.0
+MODEL = ""  # before every setting
 Setting = tuple[int, int]
 SETTINGS: tuple[Setting, ...] = tuple((batch, beams) for batch in (1, 8, 32) for beams in (1, 4))
 # Launches hardly depend on the batch, and reading them takes long.
@@ -92,7 +93,7 @@ def given_to_gpu(call: Callable[[], object]) -> int:
 
 
 def spell(batch: int, beams: int) -> str:
-    return f"batch {batch}, {'greedy' if beams == 1 else f'beam {beams}'}"
+    return f"{MODEL}batch {batch}, {'greedy' if beams == 1 else f'beam {beams}'}"
 
 
 def _call(session: Any, batch: int, beams: int, new_tokens: int) -> Callable[[], object]:

@@ -14,7 +14,7 @@ from tfexport.bundle.manifest import ENGINES
 from tfexport.contract import Variant
 from tfexport.errors import TfexportError
 from tfexport.export.config import ExportConfig
-from tfexport.precision import Precision
+from tfexport.precision import Precision, Quantized
 from tfexport.tensorrt.config import EngineConfig, Target
 
 DATES = Path(__file__).resolve().parents[2] / "models" / "dates"
@@ -76,26 +76,28 @@ class Job:
         print(line, flush=True)
         write_lines(self._found, [line], "a")
 
-    def bundle(self, source: str, precision: Precision = "fp32", purpose: str = "") -> Path:
+    def bundle(self, source: str, precision: Precision | Quantized = "fp32", purpose: str = "") -> Path:
         """Return a bundle of a preset or of models/dates, by purpose; export it if no part has done so."""
+        from tests.gpu.models import source_of
         from tfexport.export import export_bundle
 
         path = self.work / "bundles" / "-".join(filter(None, (source, precision, purpose)))
         if not path.exists():
-            model = str(DATES) if source == "dates" else f"preset:{source}"
+            model = str(DATES) if source == "dates" else source_of(source, self.work)
             config = ExportConfig(precision=precision, variants=("concat", "static"))  # those that run on a GPU
             export_bundle(model, path, config, verify=False)
         return path
 
     def engine(
-        self, bundle: Path, target: Target, variant: Variant | None, precision: Precision, **more: Any
+        self, bundle: Path, target: Target, variant: Variant | None, precision: Precision | None, **more: Any
     ) -> str | None:
         """Return the name of an engine in a bundle, built if no part has done so; None if it cannot be built."""
-        from tfexport.tensorrt.config import engine_key
         from tfexport.tensorrt.pipeline import build_engines, resolve_build
 
         settings = ", ".join(f"{name} {value}" for name, value in more.items())
-        what = " ".join(part for part in ("build", bundle.name, variant or "encoder", precision, settings) if part)
+        what = " ".join(
+            part for part in ("build", bundle.name, variant or "encoder", precision or "", settings) if part
+        )
         if target == "tensorrt":
             timings = self.work / "timings"
             timings.mkdir(exist_ok=True)
@@ -104,7 +106,7 @@ class Job:
         found: list[str] = []
 
         def build(numbers: Numbers) -> None:
-            key = engine_key(resolve_build(bundle, config).config)
+            key = resolve_build(bundle, config).name
             if not (bundle / ENGINES / key).exists():
                 build_engines(bundle, config, report=lambda line: print(line, flush=True))
             numbers["MiB"] = round(sum(f.stat().st_size for f in (bundle / ENGINES / key).glob("*.plan")) / 2**20, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from tfexport.tensorrt.config import Target
 MEASURED = "paper-base"
 # Longer than the decodes, and short enough for one capacity, so that engines are built quickly.
 ENGINE_SHAPES = {"max_batch": 128, "max_source_length": 64, "max_target_length": 64}
+LARGE_SHAPES = {"max_batch": 32, "max_source_length": 512, "max_target_length": 64}
 
 VARIANTS: tuple[Variant, ...] = ("static", "concat")
 
@@ -38,7 +40,7 @@ def latency(job: Job, target: Target, precision: Precision, *, in_int8: bool = F
     def queue_each(self: CudaGraphRunner, name: str, queue: Callable[[], None], can_capture: object) -> None:
         queue()
 
-    bundle = job.bundle(MEASURED, purpose="latency")
+    bundle = job.bundle(MEASURED, precision)
     narrow = {"weights": "int8"} if in_int8 else {}
     name = job.engine(bundle, target, "static", precision, **ENGINE_SHAPES, **narrow)
     if name is None:
@@ -171,9 +173,18 @@ def compile_latency(job: Job, precision: Precision, device: str = "cuda") -> Non
 def eager_session(precision: Precision, device: str) -> tuple[Any, float]:
     import torch
 
+    from tests.gpu.models import random_model
     from tfexport.nn.config import model_spec
-    from tfexport.nn.presets import build_preset
     from tfexport.runtime.eager import EagerSession
 
-    model = build_preset(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))
+    model = random_model(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))
     return EagerSession(model, model_spec(model.config, precision)), parameter_bytes(model)
+
+
+def large(job: Job, function: str, *arguments: Any) -> None:
+    """Call a function of this module on a model of the size of BART-large-CNN."""
+    from tests.gpu.models import LARGE, large_decodes
+
+    here = sys.modules[__name__]
+    with large_decodes(), mock.patch.multiple(here, MEASURED=LARGE, ENGINE_SHAPES=LARGE_SHAPES):
+        getattr(here, function)(job, *arguments)

@@ -13,7 +13,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import Device, Variant
 from tfexport.errors import EngineError
 from tfexport.model.load import load
-from tfexport.precision import Precision
+from tfexport.precision import CALIBRATED, Precision
 from tfexport.tensorrt.config import EngineConfig, Target
 from tfexport.verify import Report, VerifyConfig, verify_bundle
 
@@ -81,6 +81,16 @@ def weights(job: Job, target: Target) -> None:
         if name:
             check = functools.partial(read_dates, bundle, backend="trt", engine=name)
             job.check(f"dates in words, fp16, weights {narrow}", check)
+
+
+def calibrated(job: Job, target: Target) -> None:
+    """The trained model in int8 and float8, whose plans ONNX Runtime on the CPU computes too."""
+    for precision in CALIBRATED:
+        path = job.bundle("dates", precision)
+        name = job.engine(path, target, "static", None)
+        if name:
+            check = functools.partial(read_dates, path, backend="trt", engine=name)
+            job.check(f"dates in words, {precision}", check)
 
 
 def presets(job: Job, target: Target) -> None:

@@ -43,9 +43,8 @@ class Part:
 
 def _on_both(where: str, what: str, limit_s: int, *arguments: str) -> list[Part]:
     name = "-".join([where.partition(".")[2].replace("_", "-"), *arguments])
-    titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     return [
-        Part(f"{target}-{name}", where, f"{titles[target]}: {what}", limit_s, ("gpu", target), (target, *arguments))
+        Part(f"{target}-{name}", where, f"{_TITLES[target]}: {what}", limit_s, ("gpu", target), (target, *arguments))
         for target in get_args(Target)
     ]
 
@@ -55,12 +54,38 @@ def _latency(name: str, what: str, limit_s: int, precision: Precision, *needs: N
     return Part(f"{name}-{precision}", where, f"{what}, {precision}: milliseconds a step", limit_s, needs, (precision,))
 
 
+def _large(name: str, what: str, limit_s: int, *needs: Need, target: Target | None = None) -> Part:
+    arguments = (name.replace("-", "_"), *([target] if target else []), "fp16")
+    what = f"{what}, fp16, the size of BART-large-CNN: milliseconds a step"
+    return Part(f"large-{target or name}", "latency.large", what, limit_s, needs, arguments)
+
+
+_TITLES: dict[Target, str] = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 _DOUBLE = "the session for TensorRT on engines of PyTorch"
 _GRAPHS = "milliseconds a step, with CUDA graphs and without"
 
-# The limits of the first lines fill four runs of nine minutes on a machine with one of TensorRT and TensorRT-RTX.
+# The limits of the lines until "what follows" fill four runs of nine minutes on a machine with one of TensorRT and
+# TensorRT-RTX.
 PARTS: tuple[Part, ...] = (
-    Part("primitives", "primitives.primitives", "bandwidth, replays, top-k, small copies", 60, ("torch-cuda",)),
+    Part("primitives", "primitives.primitives", "bandwidth, replays, top-k, small copies", 50, ("torch-cuda",)),
+    Part("ort-cuda", "parity.ort_cuda", "ONNX Runtime CUDA: models/dates against PyTorch", 100, ("ort-cuda",)),
+    Part("rtx-accepts", "parity.rtx_accepts", "TensorRT-RTX: GPU support", 50, ("gpu", "rtx-library")),
+    *_on_both("parity.dates", "models/dates against PyTorch, both variants, fp32, fp16 and bf16", 200),
+    _latency("eager-latency", "PyTorch eager", 60, "fp16", "torch-cuda"),
+    _latency("ort-latency", "ONNX Runtime CUDA", 100, "fp16", "ort-cuda"),
+    *_on_both("latency.latency", _GRAPHS, 200, "fp16"),
+    _latency("compile-latency", "PyTorch torch.compile", 240, "fp16", "torch-cuda"),
+    _large("eager-latency", "PyTorch eager", 60, "torch-cuda"),
+    _large("ort-latency", "ONNX Runtime CUDA", 160, "ort-cuda"),
+    *(_large("latency", titles, 240, "gpu", target, target=target) for target, titles in _TITLES.items()),
+    _large("compile-latency", "PyTorch torch.compile", 150, "torch-cuda"),
+    *_on_both("parity.calibrated", "models/dates in w8a8 and fp8", 120),
+    *_on_both("behavior.observed", "the inspector's layers, and their times", 60),
+    *_on_both("behavior.debug", "trt --debug: a planted overflow", 120),
+    *_on_both("behavior.replicas", "replicas of a server over GPUs", 60),
+    *_on_both("behavior.sessions", "several sessions and threads over one engine", 60),
+    *_on_both("behavior.refusals", "stale, damaged and foreign engines, requests beyond a profile", 60),
+    # What follows has no end in sight, or is rarely asked for.
     Part(
         "engine-double",
         "test_engine_double.engine_double",
@@ -69,20 +94,10 @@ PARTS: tuple[Part, ...] = (
         ("torch-cuda", "ort"),
     ),
     _latency("double-latency", _DOUBLE, 90, "fp16", "torch-cuda", "ort"),
-    _latency("eager-latency", "PyTorch eager", 60, "fp16", "torch-cuda"),
-    Part("ort-cuda", "parity.ort_cuda", "ONNX Runtime CUDA: models/dates against PyTorch", 120, ("ort-cuda",)),
-    _latency("ort-latency", "ONNX Runtime CUDA", 120, "fp16", "ort-cuda"),
     Part("ort-ties", "behavior.ties", "ONNX Runtime CUDA: equal logits in order of id", 60, ("ort-cuda",)),
-    Part("rtx-accepts", "parity.rtx_accepts", "TensorRT-RTX: GPU support", 60, ("gpu", "rtx-library")),
-    *_on_both("parity.dates", "models/dates against PyTorch, both variants, fp32, fp16 and bf16", 200),
-    *_on_both("latency.latency", _GRAPHS, 240, "fp16"),
-    _latency("compile-latency", "PyTorch torch.compile", 360, "fp16", "torch-cuda"),
-    *_on_both("behavior.sessions", "several sessions and threads over one engine", 60),
-    *_on_both("behavior.refusals", "stale, damaged and foreign engines, requests beyond a profile", 60),
     *_on_both("parity.weights", "models/dates with int8 and int4 weights", 120),
     *_on_both("latency.weights_latency", f"{_GRAPHS}, weights int8", 240),
     _latency("ort-latency", "ONNX Runtime CUDA", 120, "fp32", "ort-cuda"),
-    # What follows has no end in sight, or is rarely asked for.
     *_on_both("latency.latency", _GRAPHS, 240, "fp32"),
     _latency("double-latency", _DOUBLE, 120, "fp32", "torch-cuda", "ort"),
     _latency("eager-latency", "PyTorch eager", 90, "fp32", "torch-cuda"),

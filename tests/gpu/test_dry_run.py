@@ -24,6 +24,7 @@ import torch
 
 from tests import tiny
 from tests.conftest import ROOT
+from tests.debug.planted import FC1
 from tests.gpu import acceptance, behavior, decodes, latency, parity, primitives, test_engine_double
 from tests.gpu.job import Job, read_lines
 from tests.gpu.parts import FOUND, PARTS, WORK
@@ -32,6 +33,7 @@ from tests.tensorrt.artifact.stored import L4
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.trt_double import LIBRARY, make_engines, trt_session
 from tfexport.bundle.bundle import open_bundle
+from tfexport.debug import accuracy
 from tfexport.doctor import Diagnosis
 from tfexport.errors import EngineError
 from tfexport.nn.config import model_spec
@@ -68,7 +70,7 @@ def test_a_kill_in_any_part_loses_no_number(dates_bundle: Path, tmp_path: Path) 
         assert sorted(began) == sorted([killed, *(check["name"] for check in ended)]), "nothing else has begun twice"
     numbers = [check["numbers"] for part in report["parts"] for check in part["checks"]]
     measured = {(each["backend"], each["setting"]) for each in numbers if "step_ms" in each}
-    assert len(measured) == len([each for each in numbers if "step_ms" in each]) == 2 * 22
+    assert len(measured) == len([each for each in numbers if "step_ms" in each]) == 2 * 22 + 3 * 8
     text = (tmp_path / "report.md").read_text()
     assert all(f"\n| {backend} | " in text for backend, _ in measured)
 
@@ -136,14 +138,14 @@ def doubles(dates: Path) -> list[tuple[Any, str, Any]]:
         return path if path.exists() else self.copy(path.name, dates, engines=False)
 
     def build(path: Path, config: EngineConfig, **options: Any) -> Any:
-        folder = path / "engines" / engine_key(resolve(path, config).config)
+        folder = path / "engines" / resolve(path, config).name
         folder.mkdir(parents=True)
         for name in ("encoder", "decoder"):
             (folder / f"{name}.plan").write_bytes(bytes(2000))
         return SimpleNamespace(path=folder)
 
     def resolve(path: Path, config: EngineConfig) -> Any:
-        return SimpleNamespace(config=replace(config, variant=config.variant or "static", precision="fp32"))
+        return SimpleNamespace(name=engine_key(replace(config, variant=config.variant or "static")))
 
     def load_engine(bundle: Any, name: str = "") -> Any:
         if bundle.path.name in ("refusals", "foreign"):
@@ -162,6 +164,9 @@ def doubles(dates: Path) -> list[tuple[Any, str, Any]]:
 
     def on_cpu(module: Any, *names: str) -> list[tuple[Any, str, Any]]:
         return [(module, name, functools.partial(getattr(module, name), device="cpu")) for name in names]
+
+    def diagnosis_of(bundle: Path) -> Any:
+        return SimpleNamespace(agrees=bundle.parent.name == "bundles", stages=(), fp32_layers=[FC1])
 
     diagnosis = Diagnosis("0", "3.11", "Linux x86_64", (), "", (), (), (), ())
     report = SimpleNamespace(numbers=(), decodes=(), passed=True)
@@ -194,6 +199,10 @@ def doubles(dates: Path) -> list[tuple[Any, str, Any]]:
         (parity, "library_takes", lambda plan: "validity VALID"),
         (parity, "PRESETS", ("tiny", parity.ENCODER_ALONE)),
         (behavior, "together", lambda opened: None),
+        (behavior, "served", lambda bundle, engine, devices: ["2026-11-27"]),
+        (behavior, "inspected", lambda bundle, engine, numbers: None),
+        (behavior, "slowest_layers", lambda bundle, engine, numbers: None),
+        (accuracy, "diagnose", lambda bundle, config, **options: diagnosis_of(bundle)),
         (behavior, "VOCABULARIES", behavior.VOCABULARIES[:1]),
         (primitives, "median_us", lambda queue: (queue(), 1.0)[1]),
         (primitives, "replay_us", lambda queue: (queue(), 1.0)[1]),
