@@ -146,8 +146,8 @@ def plan_contract(plan: str, spec: ModelSpec, variant: Variant | None) -> GraphS
     return graph_contract(spec, plan if variant is None or plan in (ENCODER, REORDER) else DECODER[variant])
 
 
-def num_profiles(plan: str, inputs: Iterable[TensorSpec]) -> int:
-    """Return the number of profiles: two for a decoder that reads prompts at once."""
+def most_profiles(plan: str, inputs: Iterable[TensorSpec]) -> int:
+    """Return the maximum number of profiles: two for a decoder that can read prompts at once."""
     return 2 if plan not in (ENCODER, REORDER) and any("target_len" in tensor.shape for tensor in inputs) else 1
 
 

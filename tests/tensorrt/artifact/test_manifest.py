@@ -85,7 +85,7 @@ def test_a_manifest_is_read_as_it_was_written(bundle: Bundle, config: EngineConf
         (lambda data: data.update(sources={}), "sources is empty"),
         (lambda data: data["plans"].pop("reorder"), "plans are decoder_static, encoder, expected decoder_static, e"),
         (lambda data: data["plans"]["encoder"].update(file="/etc/passwd"), "file is '/etc/passwd', expected encoder.p"),
-        (lambda data: data["plans"]["decoder_static"]["profiles"].pop(), "plans.decoder_static has 1 profiles, exp"),
+        (lambda data: data["plans"]["encoder"]["profiles"].pop(), "plans.encoder has 0 profiles, expected at most 1"),
         (lambda data: encoder_profile(data).pop("source_ids"), "plans.encoder: profile 0 has no range for source_ids"),
         (
             lambda data: encoder_profile(data).update(x={"min": [1], "opt": [1], "max": [1]}),

@@ -67,7 +67,7 @@ def test_the_concat_variant_by_hand() -> None:
     assert list(step) == list(prefill) == [tensor.name for tensor in decoder_graph(SPEC, "concat").inputs]
     assert {name for name in step if step[name] != prefill[name]} == {"target_ids"}
     assert step["past_key.0"] == prefill["past_key.0"] == ShapeRange((1, 4, 0, 6), (4, 4, 7, 6), (8, 4, 15, 6))
-    alone, _ = profiles("concat", max_target_length=1).engines["decoder"]
+    (alone,) = profiles("concat", max_target_length=1).engines["decoder"]
     assert alone["past_key.0"].max == (32, 4, 0, 6)
 
 
@@ -110,11 +110,18 @@ def test_a_decoder_reads_no_more_than_its_capacity(given: tuple[int, ...]) -> No
     assert {name: made.engines[name] for name in whole} == whole
 
 
-def test_a_prefill_of_one_position_is_one_token() -> None:
-    _, prefill = profiles(capacities=(1,), min_shapes="target_ids:1x2", opt_shapes="target_ids:8x3").engines[
-        "decoder_static_1"
-    ]
-    assert prefill["target_ids"] == ShapeRange((1, 1), (8, 1), (32, 1))
+def test_a_decoder_of_one_token_has_only_a_step() -> None:
+    made = profiles(capacities=(1,), min_shapes="target_ids:1x2", opt_shapes="target_ids:8x3").engines
+    assert len(made["decoder_static"]) == 2
+    (step,) = made["decoder_static_1"]
+    assert step["target_ids"].max == (32, 1)
+
+
+@pytest.mark.parametrize("variant", ["static", "concat"])
+def test_without_room_for_a_prefill_there_is_only_a_step(variant: Variant) -> None:
+    made = profiles(variant, max_shapes="target_ids:32x1")
+    assert {len(each) for each in made.engines.values()} == {1}
+    assert made.limits == profiles(variant).limits
 
 
 @pytest.mark.parametrize("variant", ["static", "concat"])

@@ -61,8 +61,10 @@ def test_rows_of_unequal_prefixes_equal_pytorch(
 ) -> None:
     """All in one batch, then few at a time, so that long prefixes join rows that are being decoded."""
     expected = tokens_of(eager, sources, prefixes, beams)
-    pieces_of_5 = {"max_shapes": f"target_ids:32x5,num_candidates:{LONG.target_vocab}"}
-    for options in ({}, {"capacities": (24, 64)}, pieces_of_5):
+    pieces_of_5, only_steps = (
+        {"max_shapes": f"target_ids:32x{most},num_candidates:{LONG.target_vocab}"} for most in (5, 1)
+    )
+    for options in ({}, {"capacities": (24, 64)}, pieces_of_5, only_steps):
         for batch_size in (8, 3):
             session = on_doubles(once, **options)
             assert tokens_of(session, sources, prefixes, beams, batch_size) == expected
@@ -80,8 +82,9 @@ def test_the_concat_variant_reads_pieces_after_its_past(
 @pytest.mark.parametrize("variant", ["static", "concat"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_piece_is_as_long_as_its_profile(once: Once, sources: list[list[int]], variant: Variant, length: int) -> None:
-    """Sixteen tokens, or more if the profile of the engine allows it."""
-    for shapes, runs in (("", -(-length // PREFIX_PIECE)), (f"target_ids:32x{LONG.max_target_length}", 1)):
+    """Sixteen tokens, or more if the profile of the engine allows it; one if it has no such profile."""
+    default, whole = ("", -(-length // PREFIX_PIECE)), (f"target_ids:32x{LONG.max_target_length}", 1)
+    for shapes, runs in (default, whole, ("target_ids:32x1", length)):
         cuda = CudaDouble()
         batch = on_doubles(once, variant, cuda=cuda, max_shapes=shapes).batch()
         batch.add(tiny.sources(*pad_right(sources[:2], LONG.tokens.pad)), [[LONG.tokens.start] + [5] * length] * 2)

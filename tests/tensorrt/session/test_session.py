@@ -482,10 +482,10 @@ def test_engines_that_violate_the_contract_are_refused(dates: Model) -> None:
 
     assert "has source_ids" in refusal(**{DECODER["static"]: engines[ENCODER]})
     assert "has cross_key.0" in refusal(reorder=engines[ENCODER])
-    one_profile = make_engines(dates.graphs, dates.spec, "static", EngineConfig(), cuda, log)[0][DECODER["static"]]
-    one_profile.profiles = one_profile.profiles[:1]
-    assert "has 1 profiles, expected 2" in refusal(**{DECODER["static"]: one_profile})
-    one_profile.profiles, one_profile.aliases = one_profile.profiles * 2, {}
-    assert "does not write present_key.0 into the memory of past_key.0" in refusal(**{DECODER["static"]: one_profile})
+    changed = make_engines(dates.graphs, dates.spec, "static", EngineConfig(), cuda, log)[0][DECODER["static"]]
+    changed.profiles = changed.profiles * 2
+    assert "has 4 profiles, expected at most 2" in refusal(**{DECODER["static"]: changed})
+    changed.profiles, changed.aliases = changed.profiles[:2], {}
+    assert "does not write present_key.0 into the memory of past_key.0" in refusal(**{DECODER["static"]: changed})
     del engines["reorder"]
     assert "engine reorder is missing" in refusal()

@@ -279,15 +279,15 @@ def _size_problems(engines: Mapping[str, tuple[Profile, ...]]) -> Iterator[str]:
 
 
 def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
-    # A prefill has at least two tokens if the capacity allows it; a single token is a step. If the range includes one,
-    # TensorRT-RTX 1.7.1 does not fuse attention of the concat variant from the third layer on, and needs gigabytes.
+    # A prefill has at least two tokens, because a single token is a step. If the range includes one, TensorRT-RTX 1.7.1
+    # does not fuse attention of the concat variant from the third layer on, and needs gigabytes.
     if capacity is None:
         return (_profile(graph, ranges),)
     target = ranges["target_len"]
     most = min(target.max, capacity)
-    prefill = Range(min(2, most), min(max(2, target.opt), most), most)
+    lengths = [Range(1, 1, 1), *([Range(2, min(max(2, target.opt), most), most)] if most > 1 else [])]
     fixed = {**ranges, "capacity": Range(capacity, capacity, capacity)}
-    return tuple(_profile(graph, {**fixed, "target_len": length}) for length in (Range(1, 1, 1), prefill))
+    return tuple(_profile(graph, {**fixed, "target_len": length}) for length in lengths)
 
 
 def _profile(graph: GraphSpec, ranges: Mapping[str, Range]) -> Profile:

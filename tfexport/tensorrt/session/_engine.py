@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from tfexport.contract import GraphSpec
 from tfexport.errors import BackendError, raise_all
 from tfexport.tensorrt._kernels import RuntimeCacheStore
-from tfexport.tensorrt.config import Shape, num_profiles
+from tfexport.tensorrt.config import Shape, most_profiles
 from tfexport.tensorrt.cuda import Cuda, CudaGraph
 from tfexport.tensorrt.session._profile import LayerProfile, LayerTimer
 
@@ -54,8 +54,8 @@ class Engine:
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
         problems = [f"has {name}, which the graph does not have" for name in sorted(found - wanted)]
         problems += [f"lacks {name}" for name in sorted(wanted - found)]
-        if engine.num_optimization_profiles != (expected := num_profiles(self.name, contract.inputs)):
-            problems.append(f"has {engine.num_optimization_profiles} profiles, expected {expected}")
+        if not 1 <= self.num_profiles <= (most := most_profiles(self.name, contract.inputs)):
+            problems.append(f"has {self.num_profiles} profiles, expected at most {most}")
         if not problems and hasattr(engine, "get_aliased_input_tensor"):
             problems += [
                 f"does not write {output} into the memory of {source}"
@@ -63,6 +63,10 @@ class Engine:
                 if engine.get_aliased_input_tensor(output) != source
             ]
         raise_all(BackendError, f"trt: the engine {self.name}, build it again with tfexport trt --force", problems)
+
+    @property
+    def num_profiles(self) -> int:
+        return int(self._engine.num_optimization_profiles)
 
     def activation_bytes(self, profile: int) -> int:
         """Return the device memory for activations in a profile, for any shapes."""

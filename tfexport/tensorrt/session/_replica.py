@@ -99,8 +99,9 @@ class Decoder:
         """Read prompts, int64 [new rows, target_len], into the first slots, and wait."""
         rows, longest = prompts.shape
         most = 1
-        if longest > 1:
-            most = self._device.engines.engines[self._plan(layout.capacity)].largest_shape(TARGET_IDS, PREFILL)[1]
+        engine = self._device.engines.engines[self._plan(layout.capacity)]
+        if longest > 1 and engine.num_profiles > PREFILL:
+            most = engine.largest_shape(TARGET_IDS, PREFILL)[1]
         for past_len in range(0, longest, most):  # a single remaining token is a step
             piece = prompts[:, past_len : past_len + most]
             sizes = Sizes(rows // layout.width, rows, layout.source_len, piece.shape[1], 1, layout.capacity)
