@@ -122,7 +122,7 @@ def gpu_memory(number: int, library: str = _DRIVER) -> tuple[int, int] | None:
                 return None
             code = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
             driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-            return None if code else (free.value, total.value)
+            return None if code or not total.value else (free.value, total.value)
         finally:
             driver.cuDevicePrimaryCtxRelease_v2(device)
     except (OSError, AttributeError):
