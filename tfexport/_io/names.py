@@ -27,6 +27,7 @@ ENGINE_LAYERS = "layers.json"
 KERNELS = "kernels"
 KERNELS_INDEX = "kernels.json"
 KERNELS_SUFFIX = ".kernels"
+PROFILE_START = "start"  # next to a profile: nanoseconds since 1970 when it began
 SIGNATURE = "manifest.json.sig"
 ENGINE_SIGNATURE = "engine.json.sig"
 

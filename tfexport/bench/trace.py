@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfexport._io.names import PROFILE_START
 from tfexport.bench._loops import Call, encoded, random_batches, text_batches, timed_call
 from tfexport.bench.config import BenchConfig, Cell
 from tfexport.bundle.bundle import Bundle
 from tfexport.model.load import load
-from tfexport.runtime.registry import PROFILE_START, LoadOptions, open_session
+from tfexport.runtime.registry import LoadOptions, open_session
 
 _PHASES = 1  # process id of the phases in a trace; those of graphs follow
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tfexport.runtime.session import Session
 
 AUTO: Final = "auto"
-PROFILE_START = "start"  # file next to a profile: nanoseconds since 1970 when it began
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,8 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
         for name, plan in self.plans.items():
             if plan.file != f"{name}.plan":
                 yield f"plans.{name}.file is {shortened(plan.file)}, expected {name}.plan"
-            if not 1 <= len(plan.profiles) <= (most := most_profiles(name, plan.inputs)):
+            most = most_profiles(name, plan.inputs)
+            if not 1 <= len(plan.profiles) <= most:
                 yield f"plans.{name} has {len(plan.profiles)} profiles, expected at most {most}"
 
     @property

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport._io import atomic
+from tfexport._io.device_memory import check_fits
 from tfexport._io.names import ENGINE_MANIFEST, ENGINE_SIGNATURE, KERNELS
 from tfexport._io.sealed_directory import changed_problems, file_problems, foreign_problems, read_manifest, written
 from tfexport._io.signature import SigningKey, TrustedKeys
@@ -33,7 +34,6 @@ from tfexport.bundle.contents import EngineFiles, recover_kernels
 from tfexport.bundle.manifest import ENGINES
 from tfexport.contract import ENCODER, REORDER
 from tfexport.errors import BundleError, EngineError, raise_all
-from tfexport.runtime.device_memory import check_fits
 from tfexport.tensorrt._library import Library, Log, load_library
 from tfexport.tensorrt._manifest import EngineManifest, PlanEntry
 from tfexport.tensorrt.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine

@@ -19,11 +19,11 @@ from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import Model
 from tests.tensorrt.session.test_batch import assert_as_alone
 from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
+from tfexport._io.names import PROFILE_START
 from tfexport.contract import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER, REORDER, Variant
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.registry import PROFILE_START
 from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu

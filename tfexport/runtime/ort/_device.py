@@ -13,13 +13,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport import contract
+from tfexport._io.names import PROFILE_START
 from tfexport.contract import Device, ModelSpec, device_parts
 from tfexport.errors import BackendError, BundleError, first_line, raise_all
 from tfexport.precision import CALIBRATED, ITEM_BYTES, DType, Quantized
 from tfexport.runtime.cpu import Threads
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
-from tfexport.runtime.registry import PROFILE_START
 from tfexport.runtime.session import Candidates, Ids, given_candidates, in_order_of_id
 from tfexport.runtime.sources import Sources
 

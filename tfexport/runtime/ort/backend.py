@@ -16,13 +16,13 @@ import numpy as np
 import onnxruntime as ort
 
 from tfexport import contract
+from tfexport._io.device_memory import check_fits
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import Device, Variant, device_parts
 from tfexport.errors import BackendError, BundleError
 from tfexport.precision import FLOAT, Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedBatch
 from tfexport.runtime.cpu import Threads, choose_threads
-from tfexport.runtime.device_memory import check_fits
 from tfexport.runtime.ort._concat import ConcatBatch
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run

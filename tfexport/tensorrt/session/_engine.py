@@ -54,7 +54,8 @@ class Engine:
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
         problems = [f"has {name}, which the graph does not have" for name in sorted(found - wanted)]
         problems += [f"lacks {name}" for name in sorted(wanted - found)]
-        if not 1 <= self.num_profiles <= (most := most_profiles(self.name, contract.inputs)):
+        most = most_profiles(self.name, contract.inputs)
+        if not 1 <= self.num_profiles <= most:
             problems.append(f"has {self.num_profiles} profiles, expected at most {most}")
         if not problems and hasattr(engine, "get_aliased_input_tensor"):
             problems += [

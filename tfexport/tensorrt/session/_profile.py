@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tfexport.runtime.registry import PROFILE_START
+from tfexport._io.names import PROFILE_START
 
 
 class LayerTimer:
