@@ -147,7 +147,7 @@ def plan_contract(plan: str, spec: ModelSpec, variant: Variant | None) -> GraphS
 
 
 def most_profiles(plan: str, inputs: Iterable[TensorSpec]) -> int:
-    """Return the maximum number of profiles: two for a decoder that can read prompts at once."""
+    """Return the maximum number of profiles: a decoder may have one for prompts."""
     return 2 if plan not in (ENCODER, REORDER) and any("target_len" in tensor.shape for tensor in inputs) else 1
 
 

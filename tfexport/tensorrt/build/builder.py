@@ -50,9 +50,9 @@ def build_engine(
     on_progress: Callable[[float], None] = lambda done: None,
     gpu: Gpu | None = None,
 ) -> bytes:
-    """Build a plan on the current GPU, whose timings are cached under the name of `gpu`.
+    """Build a plan on the current GPU.
 
-    `on_progress` gets the finished fraction, and may raise to cancel.
+    `gpu` names it in the timing cache. `on_progress` gets the finished fraction, and may raise to cancel.
     """
     config = network.builder.create_builder_config()
     if config is None:
@@ -115,7 +115,7 @@ def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
 
 
 def attach_timing_cache(library: Library, config: Any, directory: str, gpu: Gpu) -> Path:
-    """Attach the timing cache of this version and a GPU; return the file to save it to."""
+    """Attach the timing cache of a version and GPU; return the file to save it to."""
     path = Path(directory) / f"{library.version}-{re.sub('[^A-Za-z0-9.]+', '-', gpu.name)}.timing"
     try:
         if path.exists() and (not path.is_file() or path.stat().st_size > MAX_TIMING_CACHE_BYTES):

@@ -1,4 +1,4 @@
-"""Record the time of each layer of every run, in the format of ONNX Runtime's profiles."""
+"""Record the time of each layer, in the format of ONNX Runtime's profiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfexport._io.names import PROFILE_START
 
 
 class LayerTimer:
-    """An `IProfiler` of one context; with it, a run returns after its layers have ended."""
+    """An `IProfiler` of a context, whose runs then return when they have ended."""
 
     def __init__(self) -> None:
         super().__init__()
