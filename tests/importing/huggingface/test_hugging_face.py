@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor
@@ -119,12 +120,13 @@ def test_a_published_directory_generates_as_in_transformers(name: str, tmp_path:
     assert [list(best.token_ids) for (best, *_) in outputs] == rows
 
 
-def test_transformers_5_scales_the_logits_of_umt5_despite_its_config(tmp_path: Path) -> None:
-    """If this fails, remove the difference from docs/guides/hugging-face.md and `published.load`."""
+def test_some_transformers_scale_the_logits_of_umt5_despite_its_config(tmp_path: Path) -> None:
+    """If the versions here are too old to test, remove the difference from docs/guides/hugging-face.md."""
     published.write(tmp_path / "hf", "umt5-small")
     _, ours = imported(tmp_path)
     theirs = UMT5ForConditionalGeneration.from_pretrained(tmp_path / "hf").double().eval()
-    assert_same_logits(ours, theirs, 32**-0.5)
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    assert_same_logits(ours, theirs, 32**-0.5 if (5, 3) <= version < (5, 24) else 1)
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,13 @@ def test_a_config_of_other_shapes_is_refused_and_names_the_weights(
     assert "unproven" in ran(*command, "--no-compare").stdout
 
 
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_without_transformers_a_note_gives_the_reason(
-    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", None])
+def test_without_a_new_transformers_a_note_gives_the_reason(
+    version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published.write(tmp_path / "hf", "bart-base")
-    broken = SimpleNamespace(AutoModelForSeq2SeqLM=None, utils=transformers.utils)
-    monkeypatch.setitem(sys.modules, "transformers", broken if is_installed else None)
+    old = SimpleNamespace(__version__=version, utils=transformers.utils)
+    monkeypatch.setitem(sys.modules, "transformers", old if version else None)
     found = import_checkpoint(tmp_path / "hf", tmp_path / "model")
     assert found.certificate.proof.status == "unproven"
     (note,) = (note for note in found.notes if "not compared with transformers" in note)

@@ -45,8 +45,8 @@ def prove(
 ) -> Certificate:
     """Compare with transformers; raise BackendError if it cannot run the model."""
     transformers = need_transformers(path)
-    if not hasattr(transformers, "core_model_loading"):
-        raise BackendError(f"the installed transformers is older than 5.0; {install_command('transformers')}")
+    if [int(number) for number in transformers.__version__.split(".")[:2]] < [5, 1]:  # 5.0 scales all logits of T5
+        raise BackendError(f"the installed transformers is older than 5.1; {install_command('transformers')}")
     task = "SpeechSeq2Seq" if family.features else "ImageTextToText" if family.image else "Seq2SeqLM"
     kind = getattr(transformers, f"AutoModelFor{task}")
     verbosity = transformers.utils.logging.get_verbosity()
@@ -57,7 +57,7 @@ def prove(
             options = {**_LOCAL, "weights_only": True, "dtype": torch.float32, "attn_implementation": "eager"}
             model = kind.from_pretrained(path, **options)
             family.repair(model)
-            # transformers 5 scales the logits of UMT5 regardless of config.json, unlike 4 and the training.
+            # transformers 5.3 to 5.23 scale the logits of UMT5 regardless of config.json, unlike 4 and the training.
             model.config.tie_word_embeddings = hf_config.get("tie_word_embeddings", True)
             reference, texts = _run(model.eval(), family, layout, canonical.config, transformers)
             model.to("meta")  # frees its memory, although the module has reference cycles
