@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -202,6 +202,24 @@ def test_idle_connections_do_not_use_up_the_files_of_the_process(dates_bundle: P
         assert "out of system resource" not in server.log.read_text()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_connections_that_arrive_together_do_not_use_up_the_files_of_the_process(
+    dates_bundle: Path, tmp_path: Path
+) -> None:
+    before = FEW_FILES.replace("64", "300")
+    with running(tmp_path, dates_bundle, "--threads", 1, "--max-connections", 16, before=before) as server:
+        server.send(signal.SIGSTOP)
+        with contextlib.ExitStack() as stack:
+            for _ in range(600):
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", httpx.URL(server.url).port))
+            server.send(signal.SIGCONT)
+            eventually(lambda: is_full(server))
+        eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
+        assert "out of system resource" not in server.log.read_text()
+
+
 def is_full(server: Running) -> bool:
     with connected(server) as one:
         return asked_live(one).startswith(b"HTTP/1.1 503")
@@ -334,16 +352,24 @@ def test_a_missing_package_is_named_with_its_extra(dates_bundle: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
 
-def test_tls_refuses_plain_http(dates_bundle: Path, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, Sequence[object]]:
+    """Return a context that trusts a new certificate, and the options that serve it."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
     made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     try:
         subprocess.run([*made.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("openssl, which makes a certificate, is not installed")
-    trusted = ssl.create_default_context(cafile=certificate)
     options = ("--threads", 1, "--tls-cert", certificate, "--tls-key", key)
-    with running(tmp_path, dates_bundle, *options, verify=trusted) as server:
+    return ssl.create_default_context(cafile=certificate), options
+
+
+def test_tls_refuses_plain_http(
+    dates_bundle: Path, tls: tuple[ssl.SSLContext, Sequence[object]], tmp_path: Path
+) -> None:
+    with running(tmp_path, dates_bundle, *tls[1], verify=tls[0]) as server:
         assert server.url.startswith("https://127.0.0.1:")
         assert server.ask(DATE).json()["text_output"] == "2026-03-03"
         with pytest.raises(httpx.TransportError):
@@ -352,3 +378,18 @@ def test_tls_refuses_plain_http(dates_bundle: Path, tmp_path: Path) -> None:
             httpx.get(f"{server.url}/livez")
         server.client.close()  # an idle TLS connection would keep the server until the end of its grace time
         assert server.stop() == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_unfinished_handshakes_do_not_use_up_the_files_of_the_process(
+    dates_bundle: Path, tls: tuple[ssl.SSLContext, Sequence[object]], tmp_path: Path
+) -> None:
+    options = (*tls[1], "--max-connections", 16)
+    with running(tmp_path, dates_bundle, *options, before=FEW_FILES, verify=tls[0]) as server:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(connected(server)) for _ in range(100)]
+            assert server.client.get("/livez").status_code == 200
+            assert server.ask(DATE).json()["text_output"] == "2026-03-03"
+            silent[0].settimeout(PATIENCE_S)
+            assert rest_of(silent[0]) == b""  # the oldest is closed
+        assert "out of system resource" not in server.log.read_text()

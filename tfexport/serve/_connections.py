@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,16 +17,16 @@ from tfexport.errors import ConfigError
 if sys.platform != "win32":
     import resource
 
-BACKLOG = 2048  # connections that wait to be accepted, and that asyncio may accept at once
+BACKLOG = 2048  # connections that wait to be accepted; files of those that are being accepted, refused or secured
 _OWN_FILES = 40  # of the process itself: libraries, logs, bundles while they are loaded
 _REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 MAX_HEAD_BYTES = 2**16  # of one request, in addition to the first read of a socket
-HEAD_TIMEOUT_S = 20
+HEAD_TIMEOUT_S = 20  # also of a TLS handshake
 MAX_PIPELINED = 16  # requests of a connection that wait until the one before is answered
 
 
 def reserve_files(max_connections: int) -> int:
-    """Let the process open a file for each connection, and return the backlog.
+    """Reserve files for connections, and return how many are left for others.
 
     Raises ConfigError if the system allows fewer.
     """
@@ -151,3 +154,63 @@ class LimitedProtocol(HttpToolsProtocol):
 def limited(max_connections: int) -> type[LimitedProtocol]:
     """Return the protocol with a maximum number of connections."""
     return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": max_connections})
+
+
+class TlsHandshake(asyncio.Protocol):
+    """Do the TLS handshake of a connection, and pass it to the HTTP protocol.
+
+    asyncio does not limit unfinished handshakes, which could use up the files of the process. Here the oldest one is
+    closed if there are too many.
+    """
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        unfinished: dict[asyncio.Transport, None],
+        max_unfinished: int,
+        make_http: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self._context, self._unfinished, self._max_unfinished = context, unfinished, max_unfinished
+        self._make_http, self._early, self._is_lost = make_http, b"", False
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin the handshake."""
+        transport.pause_reading()  # until the task below reads
+        self._unfinished[transport] = None
+        if len(self._unfinished) > self._max_unfinished:
+            oldest = next(iter(self._unfinished))
+            del self._unfinished[oldest]
+            oldest.abort()
+        self._task = asyncio.get_running_loop().create_task(self._shake_hands(transport))
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what arrives together with the end of the handshake."""
+        self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Remember that the client has left."""
+        self._is_lost = True
+
+    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+        start_tls = asyncio.get_running_loop().start_tls
+        try:
+            secure: Any = await start_tls(
+                transport, self, self._context, server_side=True, ssl_handshake_timeout=HEAD_TIMEOUT_S
+            )
+        except OSError:  # also if it takes too long or is not TLS
+            return
+        finally:
+            self._unfinished.pop(transport, None)
+        if self._is_lost or secure is None:  # which it is if the client left during the handshake
+            return
+        http = self._make_http()
+        secure.set_protocol(http)
+        http.connection_made(secure)
+        if self._early:
+            http.data_received(self._early)
+
+
+def secured(protocol: type[asyncio.Protocol], context: ssl.SSLContext, max_unfinished: int) -> Any:
+    """Return a factory of connections with TLS that use a protocol."""
+    unfinished: dict[asyncio.Transport, None] = {}
+    return lambda **arguments: TlsHandshake(context, unfinished, max_unfinished, partial(protocol, **arguments))

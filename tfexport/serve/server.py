@@ -22,7 +22,7 @@ import uvicorn
 
 from tfexport.errors import ConfigError, TfexportError, printable
 from tfexport.runtime.cpu import available_cores
-from tfexport.serve._connections import limited, reserve_files
+from tfexport.serve._connections import BACKLOG, limited, reserve_files, secured
 from tfexport.serve.app import build_app
 from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig
 from tfexport.serve.engine import Engine
@@ -64,10 +64,12 @@ class Server:
         app = build_app(self._engines, http, metrics)
         self._service, self._config, self._report = app.state.service, config, report
         self._tokens = BearerTokens(app, config.token_file) if config.token_file else None
+        left = reserve_files(config.max_connections)
         settings = uvicorn.Config(
             self._tokens or app,
             http=limited(config.max_connections),
-            backlog=reserve_files(config.max_connections),
+            # Accepted in one turn of the event loop; a connection that is refused is closed within four.
+            backlog=max(1, left // 8),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -81,6 +83,9 @@ class Server:
         )
         with self._tls_errors():
             settings.load()
+        self._tls, settings.ssl = settings.ssl, None
+        if self._tls:
+            settings.http_protocol_class = secured(settings.http_protocol_class, self._tls, max(1, left // 2))
         self._uvicorn = uvicorn.Server(settings)
         self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         self._loading = self._is_stopping = self._must_leave = False
@@ -158,10 +163,10 @@ class Server:
         if self._tokens:
             with _logged_errors("tokens"):
                 self._tokens.reload()
-        context, config = self._uvicorn.config.ssl, self._config
-        if context and config.tls_cert:
+        config = self._config
+        if self._tls and config.tls_cert:
             with _logged_errors("certificate"), self._tls_errors():
-                context.load_cert_chain(config.tls_cert, config.tls_key)
+                self._tls.load_cert_chain(config.tls_cert, config.tls_key)
 
     @contextlib.contextmanager
     def _tls_errors(self) -> Iterator[None]:
@@ -169,6 +174,7 @@ class Server:
             yield
         except OSError as error:  # ssl.SSLError is one
             reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+            reason = reason or "they have no certificate with its key"  # as OpenSSL leaves it out for other files
             files = " and ".join(str(path) for path in (self._config.tls_cert, self._config.tls_key) if path)
             raise ConfigError(f"TLS: {files} cannot be used: {reason}; pass a certificate and key in PEM") from error
 
@@ -206,12 +212,20 @@ class Server:
             self._reloading = asyncio.create_task(self._reload())
 
 
+class _Listener(socket.socket):
+    """A socket whose queue is longer than what asyncio accepts at once."""
+
+    def listen(self, _backlog: int = 0) -> None:
+        """Keep the length of the queue."""
+        super().listen(BACKLOG)
+
+
 def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> socket.socket:
     """Bind the address; clients that connect wait until the server runs."""
     try:
         kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
         family, *_, address = socket.getaddrinfo(config.host, config.port, type=kind, flags=flags)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        listener = _Listener(fileno=socket.create_server(address[:2], family=family, backlog=BACKLOG).detach())
     except OSError as error:
         reason = str(error.strerror).partition(" (while attempting")[0]  # Windows' numbers are not known to os.strerror
         subject = f"host {config.host}, port {config.port}"
