@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ import torch._dynamo
 
 from tests import tiny
 from tests.conftest import ROOT
-from tests.gpu import acceptance, behavior, decodes, latency, parity
+from tests.gpu import acceptance, behavior, decodes, latency, models, parity
 from tests.gpu.job import Job, read_checks, read_lines
 from tests.gpu.parts import PARTS, Part
 from tests.gpu.torch_engine import TorchEngine
@@ -28,6 +29,8 @@ from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
 from tfexport.doctor import Diagnosis, Library
 from tfexport.nn.config import model_spec
+from tfexport.nn.directory import load_model
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.registry import LoadOptions, open_session
 from tfexport.tensorrt.config import Target, default_capacities
@@ -75,6 +78,20 @@ def test_every_part_has_a_function_and_its_own_name() -> None:
         module, _, function = part.where.partition(".")
         assert callable(getattr(importlib.import_module(f"tests.gpu.{module}"), function)), part.name
     assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+def test_the_large_model_has_the_size_of_bart_large_cnn(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Transformer(models.large_config())
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(406e6, rel=0.005)
+    small = replace(models.large_config(), source_vocab=50, target_vocab=50, d_model=32, max_source_length=24)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "large_config", lambda: small)
+        assert load_model(Path(models.source_of(models.LARGE, tmp_path))).config == small
+        with models.large_decodes():
+            assert decodes.spell(1, 4) == "bart-large-cnn, batch 1, beam 4"
+            assert len(decodes.random_sources(model_spec(small, "fp32"), 2)[0]) == 24
+    assert models.source_of("tiny", tmp_path) == "preset:tiny"
 
 
 def test_what_matters_first_fits_four_runs_of_ten_minutes() -> None:
