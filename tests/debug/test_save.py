@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 import tfexport
 from tests.command import ran, refuses, run
+from tfexport.debug.save import _trtexec
+from tfexport.tensorrt.config import ShapeRange
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
@@ -101,6 +104,28 @@ def test_the_commands_for_a_gpu_have_the_profiles_of_the_build(saved: Path, date
     for name in step:
         raw = (saved / "decoder_static.step" / f"{name}.bin").read_bytes()
         assert raw == arrays(saved / "decoder_static.step" / "inputs.json")[name].tobytes()
+
+
+# Read from samples/common/sampleOptions.cpp of NVIDIA/TensorRT, tags v10.0.1, v10.3.0, v10.8.0, v10.13.3, v10.15,
+# v10.16, v11.0 and v11.1. From 11.0 on, the last two print a warning and have no effect.
+OPTIONS = {
+    *("onnx", "noTF32", "minShapes", "optShapes", "maxShapes", "shapes", "loadInputs"),
+    *("profilingVerbosity", "dumpProfile", "dumpOutput"),
+}
+OF_10 = {"stronglyTyped", "separateProfileRun"}
+
+
+@pytest.mark.parametrize(("version", "options"), [("10.0.1", OPTIONS | OF_10), ("11.1.0", OPTIONS)])
+def test_every_option_of_trtexec_exists_in_its_version(version: str, options: set[str]) -> None:
+    shape = ShapeRange((1, 1), (2, 4), (4, 8))
+    stage: Any = SimpleNamespace(
+        graph=SimpleNamespace(name="encoder"), profile={"source_ids": shape}, inputs={"source_ids": np.ones((2, 3))}
+    )
+    resolved: Any = SimpleNamespace(library=SimpleNamespace(target="tensorrt", version=version))
+    tool, *words = _trtexec(stage, resolved)
+    assert tool == "trtexec"
+    assert {word.removeprefix("--").partition("=")[0] for word in words} == options
+    assert "--shapes=source_ids:2x3" in words
 
 
 def test_polygraphy_builds_an_engine_from_its_command(saved: Path) -> None:
