@@ -43,7 +43,7 @@ class Canonical:
 
         Args:
             folder: of the model.
-            norm_place: "post", as in the paper, or "pre", without norms at the end.
+            norm_place: "post", as in the paper, or "pre".
 
         Raises:
             ValueError: CTranslate2 would compute the model differently; lists the differences.
@@ -54,6 +54,7 @@ class Canonical:
             not math.isclose(config["embedding_scale"], math.sqrt(config["d_model"]))
         )
         wrong += [f"{side}: {stack}" for side in SIDES.values() if not is_plain(stack := config[side], norm_place)]
+        wrong += ["final_norm of one side"] * (config["encoder"]["final_norm"] != config["decoder"]["final_norm"])
         if wrong:
             raise ValueError(f"{folder}: {', '.join(wrong)}; expected the {norm_place}-norm transformer of the paper")
         return cls(config, load_file(folder / "model.safetensors"))
@@ -74,7 +75,8 @@ class Canonical:
 def is_plain(stack: dict[str, Any], norm_place: str) -> bool:
     """Return whether a stack has norms only in that place, plain sums, and heads of the default width."""
     widths, has_plain_sums = (stack["d_k"], stack["d_v"]), stack.get("residual_scale", 1.0) == 1.0
-    return stack["norm_place"] == norm_place and not stack["final_norm"] and widths == (None, None) and has_plain_sums
+    has_norms = stack["norm_place"] == norm_place and not (stack["final_norm"] and norm_place == "post")
+    return has_norms and widths == (None, None) and has_plain_sums
 
 
 def write_ctranslate2(folder: Path, target: Path, quantization: str | None) -> None:
@@ -93,11 +95,13 @@ def write_ctranslate2(folder: Path, target: Path, quantization: str | None) -> N
         (model.layers("enc"), model.layers("dec")),
         model.config["encoder"]["num_heads"],
         pre_norm=norm_place == "pre",
-        no_final_norm=True,
+        no_final_norm=not model.config["encoder"]["final_norm"],
         activation=common_spec.Activation.RELU,
     )
     for side, part in (("enc", spec.encoder), ("dec", spec.decoder)):
         _fill_stack(part, model, side)
+        if model.config[SIDES[side]]["final_norm"]:
+            _fill_norm(part.layer_norm, model.arrays, f"{side}.norm")
     projection = spec.decoder.projection
     projection.weight = model.output()
     if "out.bias" in model.arrays:
