@@ -14,10 +14,13 @@ import pytest
 from tests.runtime.exported import Once, exported
 from tfexport.contract import WEIGHTS
 from tfexport.nn.transformer import Transformer
-from tfexport.runtime.native._library import KERNELS, Library
+from tfexport.runtime.native._library import KERNELS, MODULE, Library
 from tfexport.runtime.native._plan import config_problems
 from tfexport.runtime.native.backend import NativeSession
 
+# With the value "installed", tests run on the libraries of the installed distribution.
+SOURCE = os.environ.get("TFEXPORT_TEST_NATIVE")
+BUILD = ("-O3", "-Werror")
 DISTRIBUTION = Path(__file__).resolve().parents[2] / "scripts" / "native"
 
 
@@ -28,22 +31,24 @@ def compiler() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if module.compiler() is None:
+    if module.compiler() is None and SOURCE != "installed":
         pytest.skip("no C++ compiler")
     return module
 
 
-def path_of(kernels: str, once: Once, options: Sequence[str] = ("-O3", "-Werror")) -> Path:
+def path_of(kernels: str, once: Once, options: Sequence[str] = BUILD) -> Path:
     """Compile one set of kernels; skip the test if this kind of machine has no such set."""
     module = compiler()
     if kernels not in module.FLAGS:
         pytest.skip(f"no {kernels} on this machine")
+    if SOURCE == "installed" and options == BUILD:
+        return Path(str(importlib.import_module(MODULE).__file__)).with_name(module.library_name(kernels))
 
     def make(path: Path) -> None:
         path.mkdir()
         module.compile_library(kernels, path, options)
 
-    return once(f"native-{kernels}{''.join(options[:2])}", make) / f"{kernels}.so"
+    return once(f"native-{kernels}{''.join(options[:2])}", make) / module.library_name(kernels)
 
 
 def library(kernels: str, once: Once) -> Library:

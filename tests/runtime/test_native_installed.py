@@ -45,7 +45,7 @@ def test_a_wheel_is_for_one_platform_and_every_python(tmp_path: Path) -> None:
     assert not wheel.name.endswith("-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith(MODULE)}
-    libraries = {f"{MODULE}/{kernels}.so" for kernels in flags}
+    libraries = {f"{MODULE}/{compiled.compiler().library_name(kernels)}" for kernels in flags}
     assert libraries < names
     assert {name for name in names if "dist-info" not in name} == libraries | {f"{MODULE}/__init__.py"}
 
