@@ -36,7 +36,9 @@ class SeveralSteps(ScriptedBatch):
         time.sleep(STEP_S)
         return super().step(target_ids, num_candidates)
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+    def multi_step(
+        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+    ) -> Candidates:
         self.session.encoded.append((steps,))
         parts = []
         for _ in range(steps):

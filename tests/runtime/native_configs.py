@@ -19,5 +19,7 @@ CONFIGS = {
         tie_embeddings=True,
     ),
     "ssru": tiny.config(decoder={"mixer": "ssru", "residual_scale": 0.9}, activation="gelu_tanh"),
+    "average": tiny.config(decoder={**PRE, "mixer": "average", "residual_scale": 1.1}, feed_forward="glu"),
+    "average post": tiny.config(decoder={"mixer": "average"}),
     "one head": tiny.config(encoder={"num_heads": 1}, decoder={"num_heads": 16}, d_model=48, target_vocab=70),
 }

@@ -139,14 +139,41 @@ class Fuzz:
         found = [array.ctypes.data if self.rng.random() > 0.02 else None for array in out]
         ids, given, size = self.ids(rows, vocab), self.ids(rows, vocab), self.size(rows)
         kind = self.rng.random()
-        if kind < 0.3 and width == 1:
+        if kind < 0.3 and width > 1:
+            self.beams(address, width, rows, vocab)
+        elif kind < 0.3:
             stops, taken = self.ids(3, vocab), ctypes.c_int64()
-            more = steps, stops.ctypes.data, stops.size
+            banned = self.ids(2, vocab)
+            more = steps, stops.ctypes.data, stops.size, banned.ctypes.data, banned.size
             self.call("steps", address, ids.ctypes.data, size, candidates, *more, *found, ctypes.byref(taken))
         elif kind < 0.5:
             self.call("step", address, ids.ctypes.data, size, 1, given.ctypes.data, *found)
         else:
             self.call("step", address, ids.ctypes.data, size, candidates, None, *found)
+
+    def beams(self, address: int, width: int, rows: int, vocab: int) -> None:
+        """Take steps of beam searches, some with wrong sizes or missing arrays."""
+        steps, sources = int(self.rng.integers(1, 6)), rows // width
+        room, candidates = int(self.rng.integers(20, 40)), min(int(self.rng.integers(2, 12)), vocab)
+        ends, most = self.rng.integers(0, vocab, self.rng.integers(1, 4)), 2 * rows
+        num_new = self.rng.integers(0, 4, sources)
+        limits, shortest = num_new + self.rng.integers(steps, steps + 3, sources), self.rng.integers(0, 6, sources)
+        running, scores = self.rng.standard_normal((2, rows)).astype(np.float32)
+        if self.rng.random() < 0.5:
+            scores[:] = -np.inf
+        arrays = [ends, np.ones(20, np.float32), limits, shortest, num_new, np.zeros(sources, np.int64)]
+        arrays += [self.ids(rows * room, vocab).reshape(rows, room), running, scores]
+        arrays += [np.empty(most, np.int64), np.empty(most, np.int64), np.empty((most, room), np.int64)]
+        arrays += [np.empty(most, np.float32), np.empty(most, np.float32)]
+        sizes = [candidates, int(self.rng.integers(width, width * candidates + 1)), int(self.rng.integers(3))]
+        sizes += [room, ends.size, 20, most, 0]
+        if self.rng.random() < 0.2:
+            # Smaller sizes; larger ones than those of the arrays cannot be noticed.
+            sizes[self.rng.integers(6)] = int(self.rng.choice([-1, 0, 1, -(2**63)]))
+        pointers = [array.ctypes.data if self.rng.random() > 0.01 else None for array in arrays]
+        given, taken = _library.BeamArrays(*sizes, *pointers), ctypes.c_int64()
+        odd = int(self.rng.choice(ODD)) if self.rng.random() < 0.1 else steps
+        self.call("beams", address, ctypes.byref(given), self.size(rows), odd, ctypes.byref(taken))
 
 
 def main(library: str, seed: str, calls: str, *files: str) -> None:

@@ -293,7 +293,7 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
     single, several = begun(session, source, [[1]] * 4), begun(session, source, [[1]] * 4)
     if not isinstance(several, MultiStep):
         return
-    found = several.multi_step(start, 2, 5, stop_ids=frozenset())
+    found = several.multi_step(start, 2, 5, stop_ids=frozenset(), banned_ids=frozenset())
     assert found.token_ids.shape == (5, 4, 2)
     for step in range(5):
         expected = single.step(start, 2)
@@ -303,7 +303,23 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
         start = expected.token_ids[:, 0]
     assert several.lengths.tolist() == single.lengths.tolist() == [5] * 4
     stop = int(single.step(start, 1).token_ids[2, 0])
-    assert len(several.multi_step(start, 1, 3, stop_ids=frozenset({stop})).token_ids) == 1
+    assert len(several.multi_step(start, 1, 3, frozenset({stop}), frozenset()).token_ids) == 1
+
+
+def test_banned_tokens_do_not_continue_several_steps(one: tuple[Session, Transformer]) -> None:
+    session, model = one
+    source = sources(model.config)
+    start = targets(model.config, 4, 1)[:, 0]
+    single, several = begun(session, source, [[1]] * 4), begun(session, source, [[1]] * 4)
+    if not isinstance(several, MultiStep):
+        return
+    banned = frozenset(begun(session, source, [[1]] * 4).step(start, 1).token_ids[:2, 0].tolist())
+    found = several.multi_step(start, 3, 5, stop_ids=banned, banned_ids=banned)
+    assert len(found.token_ids) == 5
+    for step in range(5):
+        expected = single.step(start, 3)
+        np.testing.assert_array_equal(found.token_ids[step], expected.token_ids)
+        start = np.array([next(token for token in row if token not in banned) for row in expected.token_ids.tolist()])
 
 
 def test_threads_share_a_session(one: tuple[Session, Transformer]) -> None:

@@ -6,13 +6,17 @@ import ast
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import tfexport
@@ -27,16 +31,21 @@ from tests.runtime.test_contract import assert_candidates, begun, full_logits, t
 from tfexport._io.extras import repair_command
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import WEIGHTS
-from tfexport.errors import BackendError
+from tfexport.decode.loop import Loop
+from tfexport.decode.offline import decode
+from tfexport.decode.request import check_requests
+from tfexport.errors import BackendError, Cancelled, TfexportError
+from tfexport.generation import DecodeConfig
 from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.directory import load_model, save_model
 from tfexport.runtime import registry
 from tfexport.runtime.native import _library, _plan
 from tfexport.runtime.native import backend as native
 from tfexport.runtime.native._library import KERNELS, Library
-from tfexport.runtime.native.backend import NativeSession, probe
+from tfexport.runtime.native.backend import NativeBatch, NativeSession, probe
 from tfexport.runtime.probes import run_probe
 from tfexport.runtime.registry import LoadOptions
-from tfexport.runtime.session import Session
+from tfexport.runtime.session import Beams, BeamSteps, Session
 from tfexport.verify import VerifyConfig, verify_bundle
 
 TEXT, ISO = "le 14 juillet 1989", "1989-07-14"
@@ -107,6 +116,126 @@ def test_a_closed_session_keeps_its_weights_for_open_batches(once: Once) -> None
     assert_candidates(batch.step(first[:, 0], 3), full_logits(model, *source, first)[:, 0], 3)
 
 
+# ---- beam search
+
+SEARCHES = st.builds(
+    DecodeConfig,
+    num_beams=st.integers(2, 6),
+    num_return_sequences=st.integers(1, 2),
+    max_new_tokens=st.integers(1, 20),
+    length_penalty=st.sampled_from([-0.5, 0.0, 0.6, 1.0, 2.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    min_new_tokens=st.integers(0, 1),
+    eos_token_id=st.one_of(st.none(), st.lists(st.integers(2, 11), min_size=1, max_size=4, unique=True).map(tuple)),
+    forced_bos_token_id=st.sampled_from([None, None, 12]),
+)
+
+
+def saved_session(config: TransformerConfig, weights: dict[str, np.ndarray], folder: Path, once: Once) -> NativeSession:
+    folder.mkdir()
+    save_file(weights, folder / WEIGHTS)
+    return NativeSession(config, folder / WEIGHTS, library=compiled.fastest(once))
+
+
+def both_searches(session: Session, sources: Sequence[Sequence[int]], **options: Any) -> tuple[Any, Any]:
+    """Decode with beam searches in the library and in Python; also return how often the library searched."""
+    calls: list[int] = []
+    found: list[Any] = []
+    search = NativeBatch.beam_steps
+
+    def counted(self: NativeBatch, beams: Beams, steps: int) -> BeamSteps:
+        calls.append(steps)
+        return search(self, beams, steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for inside in (True, False):
+            if inside:
+                patch.setattr(NativeBatch, "beam_steps", counted)
+            else:
+                patch.delattr(NativeBatch, "beam_steps")
+            try:
+                found.append(decode(session, sources, **options))
+            except TfexportError as error:
+                found.append((type(error), str(error), error.indices))
+    assert calls, "the library did not search"
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ["std", "ssru", "average", "scaled"])
+def test_beam_searches_are_those_of_python(name: str, once: Once, tmp_path: Path) -> None:
+    weights = parameters(CONFIGS[name])
+    sessions = [saved_session(CONFIGS[name], weights, tmp_path / "good", once)]
+    weights["enc.embed.weight"][7] = np.nan  # sources with this token fail
+    sessions.append(saved_session(CONFIGS[name], weights, tmp_path / "broken", once))
+    sources = st.lists(st.lists(st.integers(3, 19), min_size=1, max_size=18), min_size=1, max_size=9)
+    reasons = set[str]()
+
+    @given(
+        sources=sources,
+        config=SEARCHES,
+        short=st.booleans(),
+        batch_size=st.sampled_from([2, 32]),
+        seed=st.integers(0, 99),
+    )
+    @settings(max_examples=60, deadline=None)
+    def check(sources: list[list[int]], config: DecodeConfig, short: bool, batch_size: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        if short:  # counts the start token and the prefix
+            config = replace(config, min_new_tokens=0, min_length=min(7, config.max_new_tokens))
+        prefixes = [rng.integers(12, 19, rng.integers(0, 4)).tolist() for _ in sources]
+        for session in sessions:
+            inside, outside = both_searches(session, sources, config=config, prefixes=prefixes, batch_size=batch_size)
+            assert inside == outside
+            if isinstance(inside, list):
+                reasons.update(best.finish_reason for hypotheses in inside for best in hypotheses)
+            else:
+                reasons.add(inside[0].__name__)
+
+    check()
+    assert reasons >= {"length", "BackendError"}
+    assert "eos" in reasons or name == "average"
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.5}, {"stop_strings": ("a",)}, {"suppress_tokens": (5,)}])
+def test_beam_searches_with_other_options_stay_in_python(options: dict[str, Any], once: Once, tmp_path: Path) -> None:
+    session = saved_session(CONFIGS["std"], parameters(CONFIGS["std"]), tmp_path / "model", once)
+    config = DecodeConfig(num_beams=3, max_new_tokens=5, **options)
+    with pytest.raises(AssertionError, match="the library did not search"):
+        both_searches(session, [[5, 6]], config=config, text_of=lambda ids: "b" * len(ids))
+
+
+def test_beam_searches_continue_in_the_library_after_steps_in_python(once: Once, tmp_path: Path) -> None:
+    session = saved_session(CONFIGS["std"], parameters(CONFIGS["std"]), tmp_path / "model", once)
+    short = DecodeConfig(num_beams=3, max_new_tokens=4, length_penalty=0.5)
+    long = DecodeConfig(num_beams=3, max_new_tokens=15, min_new_tokens=15)
+
+    def search(steps: list[int]) -> list[Any]:
+        requests = [*check_requests(session, [[5, 6]], short), *check_requests(session, [[5, 6], [7]], long)]
+        loop, found = Loop(session, 8), dict[int, Any]()
+        loop.submit(requests)
+        while loop.is_busy:  # both searches share a batch until the short one ends
+            found |= {update.request.id: update.outcome for update in loop.step()}
+            steps.append(loop.num_steps)
+        return [found[request.id] for request in requests]
+
+    inside, outside = list[int](), list[int]()
+    found = search(inside)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(NativeBatch, "beam_steps")
+        assert search(outside) == found
+    assert (inside, outside) == ([1, 2, 3, 4, 15], list(range(1, 16)))
+
+
+def test_cancelled_beam_searches_stop(once: Once, tmp_path: Path) -> None:
+    cancel = threading.Event()
+    config = DecodeConfig(num_beams=3, max_new_tokens=20, min_new_tokens=20)
+    session = saved_session(CONFIGS["std"], parameters(CONFIGS["std"]), tmp_path / "model", once)
+    assert decode(session, [[5, 6]], config, cancel=cancel) == decode(session, [[5, 6]], config)
+    cancel.set()
+    with pytest.raises(Cancelled):
+        decode(session, [[5, 6]], config, cancel=cancel)
+
+
 # ---- memory
 
 
@@ -160,6 +289,7 @@ REFUSED: dict[str, TransformerConfig] = {
     "attention_softcap": tiny.config(attention_softcap=2.0),
     "logit_softcap": tiny.config(logit_softcap=2.0),
     "d_model": tiny.config(d_model=40),
+    "encoder.d_model": tiny.config(encoder={"d_model": 48}),
     "encoder-only": tiny.ENCODER_ALONE,
 }
 
@@ -317,6 +447,25 @@ def test_bundles_that_it_does_not_compute_have_a_reason(
         tfexport.load(variant("t5"), backend="native")
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_bundle_that_stores_equal_tensors_once_is_left_to_others(once: Once) -> None:
+    def save(path: Path) -> None:
+        model = load_model(DATES)
+        assert model.dec is not None
+        layers = model.dec.layers
+        layers[1].norm1.load_state_dict(layers[0].norm1.state_dict())
+        save_model(model, path)
+
+    source = once("dates-equal", save)
+    path = exported(once, "dates-equal-int8", str(source), precision="int8", variants=("contrib",))
+    bundle = open_bundle(path)
+    (problem,) = _plan.problems(bundle)
+    assert "dec.layers.1.norm1.weight" in problem
+    assert not native.is_fastest(bundle, LoadOptions())
+    with pytest.raises(BackendError):
+        tfexport.load(path, backend="native")
+
+
 def test_the_doctor_tries_it(installed: None) -> None:
     library = registry.get("native").requirements[0]
     problem = run_probe(registry.get("native"), library)["cpu"]
@@ -334,9 +483,9 @@ def test_without_the_distribution_nothing_changes(dates_bundle: Path, monkeypatc
 
 def test_a_library_of_another_version_is_refused(once: Once, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = compiled.fastest(once).path
-    monkeypatch.setattr(_library, "VERSION", 2)
-    with pytest.raises(BackendError, match="has version 1, expected 2"):
+    monkeypatch.setattr(_library, "VERSION", 1)
+    with pytest.raises(BackendError, match="has version 2, expected 1"):
         Library(path)
-    (tmp_path / "broken.so").write_bytes(b"no library")
+    (tmp_path / path.name).write_bytes(b"no library")
     with pytest.raises(BackendError, match="cannot be loaded"):
-        Library(tmp_path / "broken.so")
+        Library(tmp_path / path.name)

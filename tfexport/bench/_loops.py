@@ -21,7 +21,18 @@ from tfexport.decode.offline import decode
 from tfexport.errors import EngineFailed, InputError, ServingError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
-from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Prompts, Session
+from tfexport.runtime.session import (
+    Batch,
+    Beams,
+    BeamSteps,
+    Candidates,
+    Ids,
+    MultiBeam,
+    MultiStep,
+    Prompts,
+    Session,
+    best_columns,
+)
 from tfexport.runtime.sources import Sources, random_source, read_source
 
 T = TypeVar("T")
@@ -124,6 +135,8 @@ class TimedSession:
 
     def batch(self, width: int = 1) -> _TimedBatch:
         batch = self._session.batch(width)
+        if width > 1:
+            return _TimedBeams(self, batch) if isinstance(batch, MultiBeam) else _TimedBatch(self, batch)
         return _TimedMultiStep(self, batch) if isinstance(batch, MultiStep) else _TimedBatch(self, batch)
 
 
@@ -153,13 +166,15 @@ class _TimedBatch:
 
 
 class _TimedMultiStep(_TimedBatch):
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+    def multi_step(
+        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+    ) -> Candidates:
         first = self.step(target_ids, num_candidates)  # a single step, to record the time to the first token
         parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
         left = steps - 1
-        while left and stop_ids.isdisjoint((best := parts[-1].token_ids[-1, :, 0]).tolist()):
+        while left and stop_ids.isdisjoint((best := _best(parts[-1].token_ids[-1], banned_ids)).tolist()):
             batch, most = cast(MultiStep, self._batch), min(left, STEPS_TOGETHER)
-            ask = partial(batch.multi_step, best, num_candidates, most, stop_ids)
+            ask = partial(batch.multi_step, best, num_candidates, most, stop_ids, banned_ids)
             seconds, part = self._times.time("steps", ask)
             taken = len(part.token_ids)
             self._times.step_s.extend([seconds / taken] * taken)
@@ -167,6 +182,21 @@ class _TimedMultiStep(_TimedBatch):
             left -= taken
         columns = ("token_ids", "logits", "log_normalizer")
         return Candidates(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
+
+
+def _best(token_ids: Ids, banned_ids: frozenset[int]) -> Ids:
+    best: Ids = np.take_along_axis(token_ids, best_columns(token_ids, banned_ids)[:, None], 1)[:, 0]
+    return best
+
+
+class _TimedBeams(_TimedBatch):
+    def beam_steps(self, beams: Beams, steps: int) -> BeamSteps:
+        # The first step is a single one, to record the time to the first token.
+        batch, most = cast(MultiBeam, self._batch), min(steps, STEPS_TOGETHER) if self._times.step_s else 1
+        seconds, found = self._times.time("steps", lambda: batch.beam_steps(beams, most))
+        self._times.step_s.extend([seconds / found.steps] * found.steps)
+        self._times.first_step_ended = self._times.first_step_ended or time.perf_counter()
+        return found
 
 
 def timed_call(session: Session, config: DecodeConfig, sources: Sequence[Sequence[int]]) -> Call:

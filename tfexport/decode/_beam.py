@@ -24,8 +24,10 @@ from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.stops import is_stopped
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask, rows_of
+from tfexport.runtime.session import ONE, Beams, BeamSteps, Candidates, Floats, Ids, Mask, rows_of
 
+# Most steps at once, for which the history gets room.
+MOST_STEPS = 64
 _SCORE = attrgetter("score")
 
 
@@ -58,6 +60,14 @@ class Finished:
             del best[self._num_beams :]
             self.worst[source] = best[-1].score
 
+    def scores(self) -> Floats:
+        """Return all scores, [sources, num_beams]; -inf for missing hypotheses."""
+        scores = np.full((len(self.best), self._num_beams), -np.inf, np.float32)
+        for source, best in enumerate(self.best):
+            if best:
+                scores[source, : len(best)] = [hypothesis.score for hypothesis in best]
+        return scores
+
     def keep(self, sources: Ids) -> None:
         self.best = [self.best[source] for source in sources.tolist()]
         self.worst = self.worst[sources]
@@ -74,6 +84,7 @@ class BeamSearch(Search):
         # `width` beams continue even if each of the best beams ends with each of the end tokens.
         self._num_extensions = (1 + len(self._ends.ids)) * self.width
         self._divisors = _divisors(spec.max_target_length, config.length_penalty)
+        self._is_hopeful = config.early_stopping == "never" and config.length_penalty > 0
         self._finished = Finished(self.width)
         self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a missing beam
         self._steps_left = 0  # until the first source is at its limit
@@ -93,6 +104,40 @@ class BeamSearch(Search):
         self._running = self._running[sources]
         self._finished.keep(sources)
         self._steps_left = int((self._limits - self._num_new).min()) if sources.size else 0
+
+    def steps_ahead(self) -> int:
+        return min(self._steps_left, MOST_STEPS)
+
+    def beams(self, steps: int) -> Beams | None:
+        wanted, before = self.num_candidates(), self._processors.steps_before_end(self.history, self._num_new)
+        if before is None or self._has_stops or self._num_extensions > self.width * wanted:
+            return None
+        config, self._running = self._config, np.ascontiguousarray(self._running)
+        return Beams(
+            num_candidates=wanted,
+            num_extensions=self._num_extensions,
+            end_ids=self._ends.ids,
+            divisors=self._divisors,
+            early_stopping="never" if self._is_hopeful else config.early_stopping is True,
+            limits=self._limits,
+            shortest=self._num_new + before[:: self.width],
+            num_new=self._num_new,
+            tokens=self.history.with_room(steps),
+            running=self._running,
+            scores=self._finished.scores(),
+        )
+
+    @phase("select")
+    def follow_beams(self, found: BeamSteps) -> dict[int, Outcome]:
+        for source, token_ids, score, log_prob in found.finished:
+            reason = finish_reason(token_ids[-1], self._ends.ids, is_stopped=False, is_full=True)
+            self._finished.add(source, Hypothesis(tuple(token_ids), score, log_prob, reason))
+        self.history.written(found.steps)
+        self._steps_left -= found.steps
+        done: dict[int, Outcome] = {
+            place: nan_error(self.requests[place], int(self._num_new[place])) for place in found.broken
+        }
+        return done | {place: self._outcome(place) for place in found.done}
 
     def num_candidates(self) -> int:
         return self._processors.num_candidates(self._num_extensions, self.history)
@@ -130,9 +175,7 @@ class BeamSearch(Search):
         rows = going.rows
         if is_any(closed):
             for place in np.flatnonzero(closed).tolist():
-                request = self.requests[place]
-                hypotheses = self._finished.best[place][: request.config.num_return_sequences]
-                done.setdefault(place, hypotheses or no_token_error(request, int(self._num_new[place]) - 1))
+                done.setdefault(place, self._outcome(place))
             if len(done) == len(self.requests):
                 return None, done
             # Rows of removed sources need not move.
@@ -140,6 +183,11 @@ class BeamSearch(Search):
         self._running, order = going.log_probs, rows.ravel()
         moves = self.history.branch(order, going.token_ids.ravel())
         return order if moves else None, done
+
+    def _outcome(self, place: int) -> Outcome:
+        request = self.requests[place]
+        hypotheses = self._finished.best[place][: request.config.num_return_sequences]
+        return hypotheses or no_token_error(request, int(self._num_new[place]) - 1)
 
     def _stopped(self, best: Extensions, done: dict[int, Outcome]) -> Mask:
         stopped: Mask = np.zeros(best.rows.shape, np.bool_)
@@ -168,11 +216,10 @@ class BeamSearch(Search):
 
     def _is_settled(self, going: Extensions) -> Mask:
         # A heuristic unless `early_stopping` is "never": it judges the best beam as if it ended now.
-        config, worst = self._config, self._finished.worst
-        hopeful = config.early_stopping == "never" and config.length_penalty > 0
-        attainable = going.log_probs[:, 0] / self._divisors.take(self._limits if hopeful else self._num_new)
+        worst = self._finished.worst
+        attainable = going.log_probs[:, 0] / self._divisors.take(self._limits if self._is_hopeful else self._num_new)
         settled: Mask = attainable <= worst
-        return settled | (worst > -np.inf) if config.early_stopping is True else settled
+        return settled | (worst > -np.inf) if self._config.early_stopping is True else settled
 
 
 @functools.lru_cache(16)

@@ -18,7 +18,7 @@ from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.stops import is_stopped
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask
+from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask, best_columns
 
 Probabilities = NDArray[np.float64]
 
@@ -256,11 +256,22 @@ class GreedySearch(Search):
     def steps_ahead(self) -> int:
         if not self.follows_best or self._has_stops:
             return 1
-        return int((self._limits - self._num_new).min())
+        steps, self.banned_ids = int((self._limits - self._num_new).min()), frozenset()
+        if len(self._kinds) == len(self._choosing) == 1:
+            processors = self._choosing[0].processors
+            before = processors.steps_before_end(self.history, self._num_new)
+            if before is not None and (short := int(before.min())) > 0:
+                self.banned_ids, steps = frozenset(processors.ends.ids), min(steps, short)
+        return steps
 
     @phase("select")
     def follow(self, found: Candidates) -> None:
-        token_ids, log_probs = found.token_ids[:, :, 0], found.logits[:, :, 0] - found.log_normalizer
+        token_ids, logits = found.token_ids[:, :, 0], found.logits[:, :, 0]
+        if self.banned_ids:
+            columns = best_columns(found.token_ids, self.banned_ids)[:, :, None]
+            token_ids = np.take_along_axis(found.token_ids, columns, 2)[:, :, 0]
+            logits = np.take_along_axis(found.logits, columns, 2)[:, :, 0]
+        log_probs = logits - found.log_normalizer
         finite = np.isfinite(log_probs)
         if not finite.all():
             self._fail(~finite.all(0), self._num_new + finite.argmin(0))

@@ -74,6 +74,17 @@ class History:
         self.lengths += count
         self.longest += count
 
+    def with_room(self, count: int) -> Ids:
+        """Return the tokens with room for some more, [rows, longest + count or more], to be written in place."""
+        self._reserve(self.longest + count)
+        return self._tokens
+
+    def written(self, count: int) -> None:
+        """Take tokens that were written in place, equally many in every row."""
+        self.lengths = self.lengths + count
+        self.longest += count
+        self.newest = self._tokens[self._rows, self.lengths - ONE]
+
     def branch(self, rows: Ids, token_ids: Ids) -> bool:
         """Continue row rows[r] as row r, all equally long; return whether any moved."""
         moves = rows.tobytes() != self._in_place  # the fastest comparison of a few numbers

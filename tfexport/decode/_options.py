@@ -213,11 +213,17 @@ class MinLength(Processor):
         return wanted + len(self._ends.ids)
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        num_new = rows.num_new if rows.width == 1 else rows.num_new.repeat(rows.width)
-        is_short = np.where(self._is_whole, rows.history.lengths, num_new) < self._least
+        is_short = self.steps_before_end(rows.history.lengths, rows.num_new) > 0
         if 1 not in is_short.tobytes():
             return token_ids, scores
         return _ban(self._ends.among(token_ids) & is_short[:, None], token_ids, scores)
+
+    def steps_before_end(self, lengths: Ids, num_new: Ids) -> Ids:
+        """Return in how many next steps each row may not end, at most 0 if it may end in the next one."""
+        width = lengths.size // num_new.size
+        generated = num_new if width == 1 else num_new.repeat(width)
+        left: Ids = self._least - np.where(self._is_whole, lengths, generated)
+        return left
 
 
 class FavoredEnd(Processor):

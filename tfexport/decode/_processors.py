@@ -44,6 +44,15 @@ class Processors:
         """Whether the best token stays the best, unless it is one of `stop_ids`."""
         return all(processor.leaves_best for processor in self._all)
 
+    def steps_before_end(self, history: History, num_new: Ids) -> Ids | None:
+        """Return in how many next steps each row may not end; None if other options change scores."""
+        if not self._all:
+            return np.zeros(history.lengths.size, np.int64)
+        (first, *others) = self._all
+        if others or not isinstance(first, options.MinLength) or len(self.ends.ids) >= self._vocab:
+            return None
+        return first.steps_before_end(history.lengths, num_new)
+
     def add(self, requests: Sequence[Request]) -> None:
         for processor in self._all:
             processor.add(requests)

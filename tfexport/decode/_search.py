@@ -16,7 +16,7 @@ from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.stops import Deadlines, is_stopped
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Ids, Mask, rows_of
+from tfexport.runtime.session import Beams, BeamSteps, Candidates, Ids, Mask, rows_of
 
 Outcome = list[Hypothesis] | TfexportError
 
@@ -25,6 +25,7 @@ class Search(ABC):
     """Sources that are decoded together, each of its own length."""
 
     width: int  # rows of a source
+    banned_ids: frozenset[int] = frozenset()  # tokens that no row takes in the steps of the last `steps_ahead`
 
     def __init__(self, spec: ModelSpec) -> None:
         self.requests: list[Request] = []  # the sources, by place
@@ -74,8 +75,16 @@ class Search(ABC):
         """
 
     def steps_ahead(self) -> int:
-        """Return how many greedy steps may be taken at once, at least 1."""
+        """Return how many steps may be taken at once, at least 1."""
         return 1
+
+    def beams(self, steps: int) -> Beams | None:
+        """Return the state of beam searches for `steps` steps at once; None if `take` has to take each."""
+        return None
+
+    def follow_beams(self, found: BeamSteps) -> dict[int, Outcome]:
+        """Take steps that changed the state of `beams`; return the outcomes of finished sources by place."""
+        raise NotImplementedError
 
     def follow(self, found: Candidates) -> None:
         """Take steps [steps, rows, …] of best tokens, in which no text ended."""

@@ -21,7 +21,7 @@ from tfexport.decode._search import Outcome, Search, forced_outcome, search_key
 from tfexport.decode._speculation import Speculation
 from tfexport.decode.request import Request, Status
 from tfexport.errors import Cancelled
-from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, rows_of
+from tfexport.runtime.session import Batch, Candidates, Ids, MultiBeam, MultiStep, Session, Verifies, close_up, rows_of
 from tfexport.runtime.sources import pad_sources
 
 # Sources join several at a time, an eighth of a full batch, to share an encoder run and the binding of buffers.
@@ -193,9 +193,11 @@ class _RunningBatch:
 
     def _begin(self) -> None:
         self.batch: Batch = self._session.batch(self.width)
-        # Not by `isinstance`, which takes 40 µs for a protocol; beams take single steps.
+        # Not by `isinstance`, which takes 40 µs for a protocol.
         batch: Any = self.batch if self.width == 1 else None
+        beams: Any = self.batch if self.width > 1 else None
         self._multi_step: MultiStep | None = batch if hasattr(batch, "multi_step") else None
+        self._multi_beam: MultiBeam | None = beams if hasattr(beams, "beam_steps") else None
         self._verifier: Verifies | None = batch if getattr(batch, "can_verify", False) else None
         self._is_spent = False
 
@@ -208,7 +210,10 @@ class _RunningBatch:
                     return self._verify(groups[0], speculation, draft)
                 plain = speculation.plain_steps()
                 most = plain if most is None else min(most, plain)
-            order, groups[0].done = search.take(self._take_steps(search, most))
+            if self._multi_beam is None or (taken := self._take_beams(self._multi_beam, search, most)) is None:
+                order, groups[0].done = search.take(self._take_steps(search, most))
+            else:
+                order, groups[0].done = None, taken
         else:
             order, self.num_steps = self._take_each(groups), 1
         if order is not None:
@@ -225,11 +230,20 @@ class _RunningBatch:
             self.num_steps = 1
             return self.batch.step(token_ids, num_candidates)
         # The search takes the last step itself, because that one may end a text.
-        found = self._multi_step.multi_step(token_ids, num_candidates, steps, search.stop_ids)
+        found = self._multi_step.multi_step(token_ids, num_candidates, steps, search.stop_ids, search.banned_ids)
         self.num_steps = len(found.token_ids)
         if self.num_steps > 1:
             search.follow(_steps(found, np.s_[:-1]))
         return _steps(found, -1)
+
+    def _take_beams(self, batch: MultiBeam, search: Search, most: int | None) -> dict[int, Outcome] | None:
+        steps = search.steps_ahead() if most is None else min(search.steps_ahead(), most)
+        beams = search.beams(steps)
+        if beams is None:
+            return None
+        found = batch.beam_steps(beams, steps)
+        self.num_steps = found.steps
+        return search.follow_beams(found)
 
     def _drafts(self, search: Search) -> Speculation | None:
         if self._verifier is None or self.num_sources > 1 or not search.follows_best:

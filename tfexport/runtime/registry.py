@@ -135,7 +135,7 @@ class Backend:
         if self.runs == "model" and (manifest.config is None or manifest.quantization is not None):
             return "the bundle holds graphs only"
         if self.runs == "weights":
-            return "; ".join(importlib.import_module(self.module).problems(manifest))
+            return "; ".join(importlib.import_module(self.module).problems(bundle))
         if self.runs == "engines":
             from tfexport.tensorrt.store import engine_names
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,10 +126,63 @@ class Batch(Protocol):
 class MultiStep(Protocol):
     """A batch of one row per source that takes several greedy steps in one call."""
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+    def multi_step(
+        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+    ) -> Candidates:
         """Take 1 to `steps` greedy steps, until a row's best token is one of `stop_ids`.
 
-        The tokens found in the last step are not read. The result has an additional first axis: [steps taken, rows, …].
+        Rows continue with their best token that is not one of `banned_ids`, which are fewer than the candidates. The
+        tokens found in the last step are not read. The result has an additional first axis: [steps taken, rows, …].
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beams:
+    """The beam searches of all sources of a batch, for steps without options that change scores.
+
+    A step changes `running`, `scores`, `num_new` and `tokens`.
+    """
+
+    num_candidates: int  # of each row, 1 … vocab
+    num_extensions: int  # of each source, among which `width` do not end; at most width · num_candidates
+    end_ids: tuple[int, ...]
+    divisors: Floats  # of log-probabilities, by number of new tokens
+    early_stopping: bool | Literal["never"]  # "never": the best running beam counts as if it reached the limit
+    limits: Ids  # most new tokens, [sources]
+    shortest: Ids  # new tokens before which no text may end, [sources]
+    num_new: Ids  # new tokens, [sources]
+    tokens: Ids  # [rows, room]; the first lengths + 1 of each row are known, and more have room
+    running: Floats  # Σ log p of each beam, [sources, width]; -inf for a missing beam
+    scores: Floats  # of finished texts, best first, [sources, width]; -inf for a missing text
+
+
+class FinishedBeam(NamedTuple):
+    """A text that ended, and was better than the worst of the `width` best ones of its source before."""
+
+    source: int
+    token_ids: list[int]  # without the first one
+    score: float
+    log_prob: float
+
+
+@dataclass(frozen=True)
+class BeamSteps:
+    """The result of steps of beam searches."""
+
+    steps: int  # taken
+    finished: list[FinishedBeam]  # in the order in which they ended
+    done: list[int]  # sources whose texts are final
+    broken: list[int]  # sources with NaN or infinite numbers, which the last step left as they were
+
+
+@runtime_checkable
+class MultiBeam(Protocol):
+    """A batch that takes several steps of beam searches in one call."""
+
+    def beam_steps(self, beams: Beams, steps: int) -> BeamSteps:
+        """Take 1 to `steps` steps, reordering included, at most until a source is done or broken.
+
+        The results are those of `step` and `tfexport.decode`.
         """
 
 
@@ -206,6 +259,15 @@ def in_order_of_id(candidates: Candidates) -> Candidates:
     return Candidates(
         np.take_along_axis(token_ids, order, -1), np.take_along_axis(logits, order, -1), candidates.log_normalizer
     )
+
+
+def best_columns(token_ids: Ids, banned_ids: frozenset[int]) -> Ids:
+    """Return the column of the first of [..., num_candidates] tokens that is not banned, [...]."""
+    is_banned: Mask = np.zeros(token_ids.shape, np.bool_)
+    for token in banned_ids:  # for few of them ten times as fast as `isin`
+        is_banned |= token_ids == token
+    columns: Ids = is_banned.argmin(-1)
+    return columns
 
 
 def close_up(num_sources: int, removed: Ids) -> Ids:

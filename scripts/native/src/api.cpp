@@ -6,7 +6,11 @@
 
 #include "batch.h"
 
+#ifdef _WIN32
+#define EXPORT extern "C" __declspec(dllexport)
+#else
 #define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 
 using native::Batch;
 using native::Config;
@@ -27,14 +31,14 @@ bool is_size(int64_t size, int64_t least = 1) { return size >= least && size <= 
 bool is_valid(const native::StackConfig& stack) {
   return is_size(stack.layers) && is_size(stack.heads) && is_size(stack.head_width) && is_size(stack.d_ff) &&
          stack.heads * stack.head_width <= MOST && stack.activation >= native::RELU &&
-         stack.activation <= native::RELU2;
+         stack.activation <= native::RELU2 && stack.mixer >= native::ATTENTION && stack.mixer <= native::AVERAGE;
 }
 
 bool is_valid(const Config& config) {
   return is_size(config.d_model) && config.d_model % native::STEP == 0 && is_size(config.source_vocab) &&
          is_size(config.target_vocab) && is_size(config.max_source_length) && is_size(config.max_target_length) &&
          config.norm >= native::LAYERNORM && config.norm <= native::RMS && is_valid(config.encoder) &&
-         is_valid(config.decoder) && !config.encoder.ssru &&
+         is_valid(config.decoder) && config.encoder.mixer == native::ATTENTION &&
          (!config.is_tied || config.source_vocab == config.target_vocab);
 }
 
@@ -64,9 +68,31 @@ bool can_step(const Batch* batch, const int64_t* ids, int64_t rows, int64_t step
          are_below(ids, rows, batch->model().config.target_vocab);
 }
 
+bool is_valid(const Batch& batch, const native::Beams& beams, int64_t steps) {
+  const Config& config = batch.model().config;
+  bool has_all = beams.ends && beams.divisors && beams.limits && beams.least && beams.num_new && beams.states &&
+                 beams.tokens && beams.running && beams.finished && beams.sources && beams.lengths && beams.ids &&
+                 beams.scores && beams.log_probs;
+  if (!has_all || !is_size(beams.candidates) || beams.candidates > config.target_vocab || !is_size(beams.extensions) ||
+      beams.extensions < batch.width || beams.extensions > beams.candidates * batch.width ||
+      !is_size(beams.num_ends, 0) || !is_size(beams.room) || !is_size(beams.num_divisors) ||
+      !is_size(beams.most_finished) || beams.most_finished < batch.num_rows())
+    return false;
+  for (int64_t source = 0; source < batch.num_sources(); source++) {
+    if (!is_size(beams.limits[source]) || !is_size(beams.num_new[source], 0)) return false;
+    if (beams.num_new[source] + steps > beams.limits[source] || beams.limits[source] >= beams.num_divisors) return false;
+  }
+  for (int64_t row = 0; row < batch.num_rows(); row++) {
+    int64_t length = batch.length(row);
+    if (length != batch.length(row / batch.width * batch.width) || length + 1 + steps > beams.room) return false;
+    if (!are_below(beams.tokens + row * beams.room + length, 1, config.target_vocab)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
-EXPORT int32_t tfexport_native_version() { return 1; }
+EXPORT int32_t tfexport_native_version() { return 2; }
 
 // Whether this CPU has the instructions of this library; no other function may be called if it has not.
 EXPORT int32_t tfexport_native_is_supported() {
@@ -134,12 +160,25 @@ EXPORT int32_t tfexport_native_step(Batch* batch, const int64_t* ids, int64_t ro
 }
 
 EXPORT int32_t tfexport_native_steps(Batch* batch, const int64_t* ids, int64_t rows, int64_t count, int64_t most,
-                                     const int64_t* stops, int64_t num_stops, int64_t* to_ids, float* to_logits,
-                                     float* to_normalizers, int64_t* taken) {
+                                     const int64_t* stops, int64_t num_stops, const int64_t* banned,
+                                     int64_t num_banned, int64_t* to_ids, float* to_logits, float* to_normalizers,
+                                     int64_t* taken) {
   if (!can_step(batch, ids, rows, most, count, to_ids, to_logits, to_normalizers)) return INVALID;
-  if (batch->width != 1 || !taken || !is_size(num_stops, 0) || (num_stops && !stops)) return INVALID;
+  if (batch->width != 1 || !taken || !is_size(num_stops, 0) || (num_stops && !stops) || !is_size(num_banned, 0) ||
+      (num_banned && !banned))
+    return INVALID;
   return guarded(batch, [&] {
-    *taken = batch->steps(ids, {count, to_ids, to_logits, to_normalizers}, most, stops, num_stops);
+    *taken = batch->steps(ids, {count, to_ids, to_logits, to_normalizers}, most, {stops, num_stops}, {banned, num_banned});
+    return OK;
+  });
+}
+
+EXPORT int32_t tfexport_native_beams(Batch* batch, native::Beams* beams, int64_t rows, int64_t most, int64_t* taken) {
+  if (!batch || batch->is_broken || !beams || !taken || rows < 1 || rows != batch->num_rows() || !is_size(most) ||
+      batch->longest() + most > batch->model().config.max_target_length || !is_valid(*batch, *beams, most))
+    return INVALID;
+  return guarded(batch, [&] {
+    *taken = batch->beam_steps(*beams, most);
     return OK;
   });
 }

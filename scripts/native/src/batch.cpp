@@ -18,7 +18,9 @@ Batch::Batch(std::shared_ptr<const Model> model, int64_t width)
       model_(std::move(model)),
       self_kind_(kind_of(model_->config.decoder)),
       cross_kind_(self_kind_),
-      encoder_kind_(kind_of(model_->config.encoder)) {}
+      encoder_kind_(kind_of(model_->config.encoder)),
+      scratch_(&model_->spare),
+      logits_(&model_->spare) {}
 
 int64_t Batch::longest() const {
   int64_t longest = 0;
@@ -29,7 +31,7 @@ int64_t Batch::longest() const {
 int32_t Batch::take() {
   if (free_.empty()) {
     int64_t size = self_kind_.size() * model_->config.decoder.layers;
-    memory_.emplace_back(size * BLOCKS_TOGETHER);
+    memory_.emplace_back(size * BLOCKS_TOGETHER, &model_->spare);
     for (int64_t i = 0; i < BLOCKS_TOGETHER; i++) {
       free_.push_back(int32_t(pool_.size()));
       pool_.push_back({memory_.back().get() + i * size, 0});
@@ -76,7 +78,7 @@ void Batch::add(int64_t count, const int64_t* ids, int64_t stride, const int64_t
   for (int64_t i = 0; i < count; i++) {
     Source source;
     source.length = lengths[i];
-    source.blocks = Array<float>(layers * padded(lengths[i]) / STEP * cross_kind_.size());
+    source.blocks = Array<float>(layers * padded(lengths[i]) / STEP * cross_kind_.size(), &model_->spare);
     sources_.push_back(std::move(source));
   }
   for (int64_t i = 0, end; i < count; i = end) {
@@ -92,7 +94,7 @@ void Batch::add(int64_t count, const int64_t* ids, int64_t stride, const int64_t
     for (int64_t w = 0; w < width; w++) {
       Row row;
       row.source = first + i;
-      if (model_->config.decoder.ssru) row.state.assign(layers * model_->config.d_model, 0.f);
+      if (model_->config.decoder.mixer != ATTENTION) row.state.assign(layers * model_->config.d_model, 0.f);
       rows_.push_back(std::move(row));
     }
     from.push_back(prompts);
@@ -123,7 +125,7 @@ void Batch::encode(int64_t first, int64_t count, const int64_t* ids, int64_t str
   scratch_.scores.reserve(MOST_QUERIES * padded(longest));
   model.embed(stack, tokens, read.data(), positions.data(), scratch_.x.get());
   int64_t wide = padded(3 * width), attended = padded(width), size = encoder_kind_.size();
-  Array<float> blocks(padded(longest) / STEP * size);
+  Array<float> blocks(padded(longest) / STEP * size, &model_->spare);
   for (auto& layer : stack.layers) {
     model.residual(stack, layer.norms[0], tokens, scratch_, [&](const float* in, const Target& target) {
       float* joint = scratch_.wide.get();
@@ -188,11 +190,31 @@ void Batch::recur(const Layer& layer, int64_t number, const std::vector<int64_t>
   for (int64_t i = 0; i < count; i++) {
     float *state = rows_[rows[i]].state.data() + number * d, *forget = joint + i * 2 * d, *to = x + i * d;
     for (int64_t k = 0; k < d; k += LANES) {
-      V share = 1.f / (1.f + exp_of(-load(forget + k)));
+      V share = sigmoid(load(forget + k));
       V c = share * load(state + k) + (1.f - share) * load(forget + d + k);
       store(state + k, c);
       store(to + k, load(to + k) * model_->config.decoder.residual_scale + (c < 0 ? V{} : c));
     }
+  }
+}
+
+void Batch::average(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, float* x) {
+  int64_t count = int64_t(rows.size()), d = model_->config.d_model;
+  float *mean = scratch_.attended.get(), *read = scratch_.averaged.get(), *gates = scratch_.wide.get();
+  for (int64_t i = 0; i < count; i++) {
+    float *state = rows_[rows[i]].state.data() + number * d, before = float(rows_[rows[i]].length);
+    for (int64_t k = 0; k < d; k += LANES) {
+      V c = load(state + k) * (before / (before + 1)) + load(in + i * d + k) / (before + 1);
+      store(state + k, c);
+      store(mean + i * d + k, c);
+    }
+  }
+  model_->apply(model_->decoder, layer.self_network, count, mean, {read, d}, scratch_);
+  layer.self(count, in, d, {gates, d}, scratch_.rounded);
+  layer.self_out(count, read, d, {gates + count * d, d}, scratch_.rounded);
+  for (int64_t i = 0; i < count * d; i += LANES) {
+    V y = sigmoid(load(gates + i)) * load(in + i) + sigmoid(load(gates + count * d + i)) * load(read + i);
+    store(x + i, load(x + i) * model_->config.decoder.residual_scale + y);
   }
 }
 
@@ -227,7 +249,7 @@ void Batch::read(const std::vector<int64_t>& rows, const int64_t* ids) {
   for (int64_t row : rows) {
     positions.push_back(rows_[row].length);
     longest = std::max({longest, rows_[row].length + 1, sources_[rows_[row].source].length});
-    if (!stack.config.ssru) extend(rows_[row]);
+    if (stack.config.mixer == ATTENTION) extend(rows_[row]);
   }
   scratch_.reserve(count, model.config.d_model, stack.config);
   scratch_.scores.reserve(MOST_QUERIES * padded(longest));
@@ -236,8 +258,10 @@ void Batch::read(const std::vector<int64_t>& rows, const int64_t* ids) {
   for (size_t number = 0; number < stack.layers.size(); number++) {
     const Layer& layer = stack.layers[number];
     model.residual(stack, layer.norms[0], count, scratch_, [&](const float* in, const Target& target) {
-      if (stack.config.ssru)
+      if (stack.config.mixer == SSRU)
         recur(layer, int64_t(number), rows, in, x);
+      else if (stack.config.mixer == AVERAGE)
+        average(layer, int64_t(number), rows, in, x);
       else
         self_attention(layer, int64_t(number), rows, in, target);
     });
@@ -252,17 +276,17 @@ void Batch::read(const std::vector<int64_t>& rows, const int64_t* ids) {
 
 // The `count` best of [size] logits, of equal ones the lower id first, and log(sum(exp)). `logits` are padded by -inf.
 static void select(const float* logits, int64_t size, int64_t count, int64_t* ids, float* best, float* log_normalizer) {
-  V highest = all(-INFINITY), total{};
-  for (int64_t i = 0; i < size; i += LANES) highest = larger(load(logits + i), highest);
-  float top = largest_of(highest);
+  constexpr int64_t MOST_PARTS = 64;
+  int64_t part = std::max<int64_t>(8 * STEP, padded(size / (MOST_PARTS - 1)));
+  float tops[MOST_PARTS], top = -INFINITY;  // most parts have no number that is among the best
+  V total{};
+  for (int64_t i = 0; i < size; i += part) {
+    V highest = all(-INFINITY);
+    for (int64_t j = i; j < std::min(i + part, size); j += LANES) highest = larger(load(logits + j), highest);
+    top = std::max(top, tops[i / part] = largest_of(highest));
+  }
   for (int64_t i = 0; i < size; i += LANES) total += exp_of(load(logits + i) - top);
   *log_normalizer = top + std::log(sum_of(total));
-  if (count == 1) {
-    int64_t i = 0;
-    while (i + 1 < size && logits[i] != top) i++;
-    ids[0] = i, best[0] = logits[i];
-    return;
-  }
   int64_t found = 0;
   auto insert = [&](int64_t id) {
     float value = logits[id];
@@ -271,13 +295,14 @@ static void select(const float* logits, int64_t size, int64_t count, int64_t* id
     for (; place > 0 && best[place - 1] < value; place--) best[place] = best[place - 1], ids[place] = ids[place - 1];
     best[place] = value, ids[place] = id;
   };
-  for (int64_t i = 0; i < size; i += STEP) {  // most vectors have no number that is among the best
-    if (found == count) {
+  for (int64_t i = 0; i < size; i += part) {
+    if (found == count && !(tops[i / part] > best[count - 1])) continue;
+    for (int64_t j = i; j < std::min(i + part, size); j += STEP) {
       V some = all(-INFINITY);
-      for (int64_t j = 0; j < STEP; j += LANES) some = larger(load(logits + i + j), some);
-      if (!has_larger(some, best[count - 1])) continue;
+      for (int64_t k = j; k < j + STEP; k += LANES) some = larger(load(logits + k), some);
+      if (found == count && !has_larger(some, best[count - 1])) continue;
+      for (int64_t id = j; id < std::min(j + STEP, size); id++) insert(id);
     }
-    for (int64_t id = i; id < std::min(i + STEP, size); id++) insert(id);
   }
 }
 
@@ -335,14 +360,15 @@ void Batch::step(const int64_t* ids, const Candidates& to) {
   }
 }
 
-int64_t Batch::steps(const int64_t* ids, Candidates to, int64_t most, const int64_t* stops, int64_t num_stops) {
+int64_t Batch::steps(const int64_t* ids, Candidates to, int64_t most, Ids stops, Ids banned) {
   std::vector<int64_t> next(ids, ids + num_rows());
   for (int64_t taken = 1;; taken++) {
     step(next.data(), to);
     bool is_last = taken == most;
     for (int64_t row = 0; row < num_rows(); row++) {
-      next[row] = to.ids[row * to.count];
-      is_last |= std::find(stops, stops + num_stops, next[row]) != stops + num_stops;
+      const int64_t* own = to.ids + row * to.count;
+      next[row] = *std::find_if(own, own + to.count - 1, [&](int64_t id) { return !banned.has(id); });
+      is_last |= stops.has(next[row]);
     }
     if (is_last) return taken;
     to.ids += num_rows() * to.count, to.logits += num_rows() * to.count, to.log_normalizers += num_rows();
@@ -351,10 +377,17 @@ int64_t Batch::steps(const int64_t* ids, Candidates to, int64_t most, const int6
 
 void Batch::reorder(const int64_t* rows) {
   std::vector<Row> moved;
-  moved.reserve(rows_.size());
-  for (int64_t row = 0; row < num_rows(); row++) moved.push_back(share(rows_[rows[row]]));
-  for (Row& row : rows_) release(row);
-  rows_.swap(moved);
+  for (int64_t first = 0; first < num_rows(); first += width) {
+    bool moves = false;
+    for (int64_t row = first; row < first + width; row++) moves |= rows[row] != row;
+    if (!moves) continue;
+    moved.clear();
+    for (int64_t row = first; row < first + width; row++) moved.push_back(share(rows_[rows[row]]));
+    for (int64_t row = first; row < first + width; row++) {
+      release(rows_[row]);
+      rows_[row] = std::move(moved[row - first]);
+    }
+  }
 }
 
 void Batch::remove(const int64_t* kept, int64_t count) {

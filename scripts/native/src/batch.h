@@ -1,5 +1,6 @@
 // Sources that are being decoded: the caches of their rows, and the next tokens.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -15,6 +16,28 @@ struct Candidates {
   const int64_t* given = nullptr;  // [rows]: tokens to score instead of the best ones; count is 1
 };
 
+// The beam searches of all sources; the arrays belong to the caller, and steps change them. The same fields in the same
+// order as in tfexport/runtime/native/_library.py.
+enum Early : int64_t { HEURISTIC, AT_ONCE, HOPEFUL };
+enum State : int64_t { RUNNING, DONE, BROKEN };
+struct Beams {
+  int64_t candidates, extensions, early, room, num_ends, num_divisors, most_finished, num_finished;
+  const int64_t* ends;              // tokens that end a text
+  const float* divisors;            // of log-probabilities, by the number of new tokens
+  const int64_t *limits, *least;    // [sources]: most new tokens, and those before which no text may end
+  int64_t *num_new, *states;        // [sources]
+  int64_t* tokens;                  // [rows][room]
+  float *running, *finished;        // [rows]: sums of log p; scores of finished texts, best first, -inf for none
+  int64_t *sources, *lengths, *ids;  // of texts that finish: [most_finished], ids [most_finished][room]
+  float *scores, *log_probs;        // [most_finished]
+};
+
+struct Ids {
+  const int64_t* ids;
+  int64_t count;
+  bool has(int64_t id) const { return std::find(ids, ids + count, id) != ids + count; }
+};
+
 class Batch {
  public:
   Batch(std::shared_ptr<const Model> model, int64_t width);
@@ -26,8 +49,10 @@ class Batch {
   void add(int64_t count, const int64_t* ids, int64_t stride, const int64_t* lengths, const int64_t* prompts,
            const int64_t* prompt_lengths);
   void step(const int64_t* ids, const Candidates& to);
-  int64_t steps(const int64_t* ids, Candidates to, int64_t most, const int64_t* stops, int64_t num_stops);
+  int64_t steps(const int64_t* ids, Candidates to, int64_t most, Ids stops, Ids banned);
+  int64_t beam_steps(Beams& to, int64_t most);  // until a source is done; returns the number of steps
   void reorder(const int64_t* rows);
+  int64_t length(int64_t row) const { return rows_[row].length; }
   void remove(const int64_t* kept, int64_t count);  // source i becomes what source kept[i] is
   bool is_broken = false;                           // after memory ran out within a call
   const int64_t width;
@@ -41,7 +66,7 @@ class Batch {
   struct Row {
     int64_t length = 0, source = 0;
     std::vector<int32_t> blocks;
-    std::vector<float> state;  // of an SSRU, [layers][d_model]
+    std::vector<float> state;  // of an SSRU or average attention, [layers][d_model]
   };
   struct Block {
     float* data;  // [layers] of KeyValues
@@ -51,9 +76,11 @@ class Batch {
   void self_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
                       const Target& target);
   void recur(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, float* x);
+  void average(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, float* x);
   void cross_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
                        const Target& target);
   void read(const std::vector<int64_t>& rows, const int64_t* ids);  // leaves the decoder's output in scratch_.x
+  bool advance(Beams& to, int64_t source, int64_t* ids, float* logits, float* log_normalizers, int64_t* order);
   int32_t take();
   void release(Row& row);
   Row share(const Row& row);

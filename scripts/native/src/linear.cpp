@@ -40,21 +40,20 @@ Linear::Linear(const Tensor& weight, const float* bias) : inputs(weight.columns)
 }
 
 void Linear::round(int64_t rows, const float* x, int64_t stride, Rounded& to) const {
-  int64_t tiles = (rows + ROWS - 1) / ROWS;
-  to.lanes.reserve(tiles * lanes_ * ROWS);
-  to.scales.reserve(tiles * ROWS * blocks_);
-  to.sums.reserve(tiles * ROWS * blocks_);
+  to.lanes.reserve(rows * lanes_);
+  to.scales.reserve(rows * blocks_);
+  to.sums.reserve(rows * blocks_);
   const V magic = all(12582912.f);
   for (int64_t row = 0; row < rows; row++) {
     const float* from = x + row * stride;
-    int32_t* lanes = to.lanes.get() + row / ROWS * lanes_ * ROWS + row % ROWS;
+    auto* lanes = reinterpret_cast<Narrow*>(to.lanes.get() + row * lanes_);
     for (int64_t b = 0; b < blocks_; b++) {
       int64_t begin = b * block_, end = std::min(begin + block_, inputs), whole = end - (end - begin) % LANES;
       V largest{}, broken{};
       for (int64_t k = begin; k < whole; k += LANES) {
         V v = load(from + k);
         broken += v * 0.f;  // NaN if a value is NaN or infinite, which integers cannot be
-        largest = larger(v < 0 ? -v : v, largest);
+        largest = larger((V)((I)v & 0x7fffffff), largest);
       }
       float top = largest_of(largest), nan = sum_of(broken);
       for (int64_t k = whole; k < end; k++) nan += from[k] * 0.f, top = std::max(top, std::fabs(from[k]));
@@ -62,24 +61,17 @@ void Linear::round(int64_t rows, const float* x, int64_t stride, Rounded& to) co
       to.scales.get()[row * blocks_ + b] = top / 127 + nan;
       I sum{};
       int32_t rest = 0;
-      for (int64_t k = begin; k < begin + block_; k += LANES) {
-        Narrows narrow{};
-        if (k + LANES <= whole) {
-          I q = (I)(load(from + k) * inverse + magic) - (I)magic;
-          sum += q;
-          narrow = __builtin_convertvector(q, Narrows);
-        } else {
-          for (int64_t i = k; i < end; i++) {
-            int value = nan == 0 ? int(std::nearbyint(from[i] * inverse)) : 0;
-            rest += value, narrow[i - k] = Narrow(value);
-          }
-        }
-        int32_t groups[LANES / GROUP];
-        memcpy(groups, &narrow, sizeof groups);
-        for (int i = 0; i < LANES / GROUP; i++) lanes[(k / GROUP + i) * ROWS] = groups[i];
+      for (int64_t k = begin; k < whole; k += LANES) {
+        I q = (I)(load(from + k) * inverse + magic) - (I)magic;
+        sum += q;
+        Narrows narrow = __builtin_convertvector(q, Narrows);
+        memcpy(lanes + k, &narrow, sizeof narrow);
       }
-      for (int i = 0; i < LANES; i++) rest += sum[i];
-      to.sums.get()[row * blocks_ + b] = rest;
+      for (int64_t k = whole; k < begin + block_; k++) {
+        int value = k < end && nan == 0 ? int(std::nearbyint(from[k] * inverse)) : 0;
+        rest += value, lanes[k] = Narrow(value);
+      }
+      to.sums.get()[row * blocks_ + b] = rest + sum_of(sum);
     }
   }
 }
@@ -130,9 +122,9 @@ void Linear::byte_tile(int64_t panel, const Rounded& x, int64_t row, const Targe
   int64_t lanes = block_ / GROUP;
   for (int64_t b = 0; b < blocks_; b++) {
     const int32_t* w = bytes_.get() + (panel * lanes_ + b * lanes) * PANEL;
-    const int32_t* from = x.lanes.get() + (row / ROWS * lanes_ + b * lanes) * ROWS + row % ROWS;
+    const int32_t* from = x.lanes.get() + row * lanes_ + b * lanes;
     I whole[M][N] = {};
-    for (int64_t k = 0; k < lanes; k++, w += PANEL, from += ROWS) {
+    for (int64_t k = 0; k < lanes; k++, w += PANEL) {
       I v[N];
 #pragma GCC unroll 16
       for (int j = 0; j < N; j++)
@@ -140,7 +132,7 @@ void Linear::byte_tile(int64_t panel, const Rounded& x, int64_t row, const Targe
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 16
-        for (int j = 0; j < N; j++) whole[m][j] = dot(whole[m][j], v[j], from[m]);
+        for (int j = 0; j < N; j++) whole[m][j] = dot(whole[m][j], v[j], from[m * lanes_ + k]);
     }
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) {

@@ -1,5 +1,6 @@
 // Linear maps of float32 or of 8-bit weights.
 #pragma once
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -11,28 +12,79 @@
 
 namespace native {
 
-// Zeros that are aligned to a cache line.
+// Memory that batches give back for later ones: getting pages from the system takes longer than a step.
+class Spare {
+ public:
+  ~Spare() {
+    for (auto& one : free_) free(one.data);
+  }
+  void* take(size_t bytes) {
+    Lock lock{busy_};
+    for (auto& one : free_)
+      if (one.bytes == bytes) {
+        void* found = one.data;
+        one = free_.back();
+        free_.pop_back(), bytes_ -= bytes;
+        return found;
+      }
+    return make(bytes);
+  }
+  void give(void* data, size_t bytes) {
+    Lock lock{busy_};
+    if (bytes_ + bytes > MOST || free_.size() == free_.capacity()) return free(data);
+    free_.push_back({data, bytes}), bytes_ += bytes;
+  }
+  static void* make(size_t bytes) { return ::operator new[](bytes, std::align_val_t(64)); }
+  static void free(void* data) { ::operator delete[](data, std::align_val_t(64)); }
+  Spare() { free_.reserve(64); }
+
+ private:
+  static constexpr size_t MOST = size_t(1) << 24;
+  struct Lock {  // spins, because it is held for a moment only
+    std::atomic_flag& busy;
+    explicit Lock(std::atomic_flag& busy) : busy(busy) {
+      while (busy.test_and_set(std::memory_order_acquire)) {
+      }
+    }
+    ~Lock() { busy.clear(std::memory_order_release); }
+  };
+  struct Block {
+    void* data;
+    size_t bytes;
+  };
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  std::vector<Block> free_;
+  size_t bytes_ = 0;
+};
+
+// Memory that is aligned to a cache line: zeros, or with `spare` anything.
 template <typename T>
 class Array {
  public:
-  Array() = default;
-  explicit Array(size_t size)
-      : size_(size), data_(static_cast<T*>(::operator new[](bytes(size), std::align_val_t(64)))) {
-    memset(static_cast<void*>(data_.get()), 0, bytes(size));
+  Array() : Array(nullptr) {}
+  explicit Array(Spare* spare) : data_(nullptr, Free{spare, 0}) {}
+  explicit Array(size_t size, Spare* spare = nullptr) : size_(size), data_(nullptr, Free{spare, bytes(size, spare)}) {
+    size_t room = data_.get_deleter().bytes;
+    data_.reset(static_cast<T*>(spare ? spare->take(room) : Spare::make(room)));
+    if (!spare) memset(static_cast<void*>(data_.get()), 0, room);
   }
   T* get() const { return data_.get(); }
   size_t size() const { return size_; }
   void reserve(size_t size) {  // the content is lost
-    if (size > size_) *this = Array(size + size / 4);
+    if (size > size_) *this = Array(size + size / 4, data_.get_deleter().spare);
   }
 
  private:
   struct Free {
-    void operator()(T* data) const { ::operator delete[](data, std::align_val_t(64)); }
+    Spare* spare;
+    size_t bytes;
+    void operator()(T* data) const { spare ? spare->give(data, bytes) : Spare::free(data); }
   };
-  static size_t bytes(size_t size) {
+  static size_t bytes(size_t size, const Spare* spare) {
     if (size > (size_t(1) << 40) / sizeof(T)) throw std::bad_alloc();
-    return size * sizeof(T) + 64;
+    size_t step = 64, found = size * sizeof(T) + 64;
+    while (spare && step * 8 < found) step *= 2;  // few different sizes, so that later arrays find them
+    return (found + step - 1) / step * step;
   }
   size_t size_ = 0;
   std::unique_ptr<T[], Free> data_;
@@ -49,11 +101,12 @@ struct Tensor {
   int64_t blocks() const { return (columns + block - 1) / block; }
 };
 
-// Rows of activations, rounded to 8 bits with a scale for each block; the integers of ROWS rows are interleaved.
+// Rows of activations, rounded to 8 bits with a scale for each block.
 struct Rounded {
-  Array<int32_t> lanes;  // [rows / ROWS][lanes of a row][ROWS]
+  Array<int32_t> lanes;  // [rows][lanes of a row]
   Array<float> scales;   // [rows][blocks]
   Array<int32_t> sums;   // [rows][blocks], of the integers
+  explicit Rounded(Spare* spare) : lanes(spare), scales(spare), sums(spare) {}
 };
 
 struct Target {

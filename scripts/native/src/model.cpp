@@ -38,8 +38,9 @@ Layer::Layer(Tensors& tensors, const Config& config, const StackConfig& stack, b
   int64_t d = config.d_model, width = stack.heads * stack.head_width;
   int count = 0;
   norms[count++] = NormWeights(tensors, d);
-  self = tensors.linear(stack.ssru ? 2 * d : 3 * width, d);
-  if (!stack.ssru) self_out = tensors.linear(d, width);
+  if (stack.mixer == AVERAGE) self_network = Network(tensors, d, stack);
+  self = tensors.linear(stack.mixer == ATTENTION ? 3 * width : stack.mixer == SSRU ? 2 * d : d, d);
+  if (stack.mixer != SSRU) self_out = tensors.linear(d, stack.mixer == ATTENTION ? width : d);
   if (is_decoder) {
     norms[count++] = NormWeights(tensors, d);
     cross_query = tensors.linear(width, d);
@@ -47,9 +48,13 @@ Layer::Layer(Tensors& tensors, const Config& config, const StackConfig& stack, b
     cross_out = tensors.linear(d, width);
   }
   norms[count] = NormWeights(tensors, d);
-  up = tensors.linear(stack.d_ff, d);
-  if (stack.glu) gate = tensors.linear(stack.d_ff, d);
-  down = tensors.linear(d, stack.d_ff);
+  network = Network(tensors, d, stack);
+}
+
+Network::Network(Tensors& tensors, int64_t width, const StackConfig& stack) {
+  up = tensors.linear(stack.d_ff, width);
+  if (stack.glu) gate = tensors.linear(stack.d_ff, width);
+  down = tensors.linear(width, stack.d_ff);
 }
 
 Stack::Stack(Tensors& tensors, const Config& config, const StackConfig& stack, bool is_decoder) : config(stack) {
@@ -74,6 +79,7 @@ void Scratch::reserve(int64_t rows, int64_t d_model, const StackConfig& stack) {
   attended.reserve(rows * std::max(width, d_model));
   wide.reserve(rows * std::max({padded(stack.d_ff), 3 * width, 2 * d_model}));
   if (stack.glu) gate.reserve(rows * padded(stack.d_ff));
+  if (stack.mixer == AVERAGE) averaged.reserve(rows * d_model);
 }
 
 void Model::embed(const Stack& stack, int64_t rows, const int64_t* ids, const int64_t* positions, float* x) const {
@@ -117,8 +123,6 @@ void Model::normalize(const Stack& stack, const NormWeights& norm, int64_t rows,
   }
 }
 
-static V sigmoid(V x) { return 1.f / (1.f + exp_of(-x)); }
-
 static V erf_of(V x) {  // Abramowitz and Stegun, 7.1.26; its error is below 1.5e-7
   V sign = x < 0 ? all(-1.f) : all(1.f), size = x * sign, t = 1.f / (1.f + size * 0.3275911f);
   V p = t * 1.061405429f - 1.453152027f;
@@ -146,19 +150,24 @@ static V activated(int32_t kind, V x) {
   }
 }
 
-void Model::feed_forward(const Stack& stack, const Layer& layer, int number, int64_t rows, Scratch& scratch) const {
+void Model::apply(const Stack& stack, const Network& network, int64_t rows, const float* in, const Target& target,
+                  Scratch& scratch) const {
   int64_t width = padded(stack.config.d_ff);
   float *hidden = scratch.wide.get(), *gate = scratch.gate.get();
+  bool is_fused = stack.config.activation == RELU;
+  network.up(rows, in, config.d_model, {hidden, width, is_fused}, scratch.rounded);
+  if (stack.config.glu) network.gate(rows, in, config.d_model, {gate, width}, scratch.rounded);
+  if (!is_fused || stack.config.glu)
+    for (int64_t i = 0; i < rows * width; i += LANES) {
+      V v = is_fused ? load(hidden + i) : activated(stack.config.activation, load(hidden + i));
+      store(hidden + i, stack.config.glu ? v * load(gate + i) : v);
+    }
+  network.down(rows, hidden, width, target, scratch.rounded);
+}
+
+void Model::feed_forward(const Stack& stack, const Layer& layer, int number, int64_t rows, Scratch& scratch) const {
   residual(stack, layer.norms[number], rows, scratch, [&](const float* in, const Target& target) {
-    bool is_fused = stack.config.activation == RELU;
-    layer.up(rows, in, config.d_model, {hidden, width, is_fused}, scratch.rounded);
-    if (stack.config.glu) layer.gate(rows, in, config.d_model, {gate, width}, scratch.rounded);
-    if (!is_fused || stack.config.glu)
-      for (int64_t i = 0; i < rows * width; i += LANES) {
-        V v = is_fused ? load(hidden + i) : activated(stack.config.activation, load(hidden + i));
-        store(hidden + i, stack.config.glu ? v * load(gate + i) : v);
-      }
-    layer.down(rows, hidden, width, target, scratch.rounded);
+    apply(stack, layer.network, rows, in, target, scratch);
   });
 }
 

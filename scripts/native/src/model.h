@@ -7,12 +7,13 @@
 namespace native {
 
 enum Norm : int32_t { LAYERNORM, STD, RMS };
+enum Mixer : int32_t { ATTENTION, SSRU, AVERAGE };
 enum Activation : int32_t { RELU, GELU, SILU, GELU_TANH, QUICK_GELU, RELU2 };
 
 // The same fields in the same order as in tfexport/runtime/native/_library.py.
 struct StackConfig {
   int64_t layers, heads, head_width, d_ff;
-  int32_t is_pre, final_norm, embedding_norm, activation, glu, ssru;
+  int32_t is_pre, final_norm, embedding_norm, activation, glu, mixer;
   float embedding_scale, residual_scale, norm_eps, attention_scale;
 };
 struct Config {
@@ -42,11 +43,19 @@ struct NormWeights {
   NormWeights(Tensors& tensors, int64_t width) : weight(tensors.vector(width)), bias(tensors.vector(width, true)) {}
 };
 
+struct Network {
+  Linear up, gate, down;
+  Network() = default;
+  Network(Tensors& tensors, int64_t width, const StackConfig& stack);
+};
+
 struct Layer {
   NormWeights norms[3];
-  Linear self, self_out;  // query, key and value; in an SSRU forget and update
+  // Query, key and value, and output; in an SSRU forget and update; with average attention the gates and a network.
+  Linear self, self_out;
+  Network self_network;
   Linear cross_query, cross_key_value, cross_out;
-  Linear up, gate, down;
+  Network network;
   Layer(Tensors& tensors, const Config& config, const StackConfig& stack, bool is_decoder);
 };
 
@@ -60,8 +69,10 @@ struct Stack {
 
 // Buffers of one call, kept for the next one.
 struct Scratch {
-  Array<float> x, y, attended, wide, gate, scores;
+  Array<float> x, y, attended, wide, gate, scores, averaged;
   Rounded rounded;
+  explicit Scratch(Spare* spare)
+      : x(spare), y(spare), attended(spare), wide(spare), gate(spare), scores(spare), averaged(spare), rounded(spare) {}
   void reserve(int64_t rows, int64_t d_model, const StackConfig& stack);
 };
 
@@ -73,11 +84,15 @@ class Model {
   // `x`, after a norm if `norm` is given, to `y` and on to a new value of `x`, by `sublayer(in, target)`.
   template <typename Sublayer>
   void residual(const Stack& stack, const NormWeights& norm, int64_t rows, Scratch& scratch, Sublayer sublayer) const;
+  // Does not read `in` after the first write to the target.
+  void apply(const Stack& stack, const Network& network, int64_t rows, const float* in, const Target& target,
+             Scratch& scratch) const;
   void feed_forward(const Stack& stack, const Layer& layer, int number, int64_t rows, Scratch& scratch) const;
   void normalize(const Stack& stack, const NormWeights& norm, int64_t rows, const float* x, float* y) const;
   Config config;
   Stack encoder, decoder;
   Linear projection;
+  mutable Spare spare;
 };
 
 template <typename Sublayer>

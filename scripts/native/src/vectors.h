@@ -35,30 +35,42 @@ constexpr int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STE
 inline V load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, V v) { *reinterpret_cast<Unaligned*>(to) = v; }
 inline V all(float x) { return x - V{}; }  // the compiler drops "- 0", but not "+ 0", which changes -0
-inline V larger(V a, V b) { return a > b ? a : b; }
-inline V smaller(V a, V b) { return a < b ? a : b; }
+inline V larger(V a, V b) {  // GCC would put `a > b ? a : b` on the stack in loops
+#if defined(__AVX512VNNI__)
+  return (V)_mm512_maskz_max_ps(-1, (__m512)a, (__m512)b);  // GCC 12 warns of `_mm512_max_ps`
+#elif defined(__AVX2__)
+  return (V)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (V)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // Halves are combined until one number is left: fewer additions wait for each other than one by one.
-template <int N>
-struct Floats {
-  typedef float T __attribute__((vector_size(N * 4)));
+template <typename T, int N>
+struct Vector {
+  typedef T Type __attribute__((vector_size(N * sizeof(T))));
 };
-template <int N, typename Combine>
-float folded(typename Floats<N>::T v, Combine combine) {
+template <typename T, int N, typename Combine>
+T folded(typename Vector<T, N>::Type v, Combine combine) {
   if constexpr (N == 1) {
     return v[0];
   } else {
-    typename Floats<N / 2>::T low, high;
+    typename Vector<T, N / 2>::Type low, high;
     memcpy(&low, &v, sizeof low);
     memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
-    return folded<N / 2>(combine(low, high), combine);
+    return folded<T, N / 2>(combine(low, high), combine);
   }
 }
 inline float sum_of(V v) {
-  return folded<LANES>(v, [](auto a, auto b) { return a + b; });
+  return folded<float, LANES>(v, [](auto a, auto b) { return a + b; });
+}
+inline int32_t sum_of(I v) {
+  return folded<int32_t, LANES>(v, [](auto a, auto b) { return a + b; });
 }
 inline float largest_of(V v) {
-  return folded<LANES>(v, [](auto a, auto b) { return a > b ? a : b; });
+  return folded<float, LANES>(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // Whether a number of `v` is larger than `x`.
@@ -89,6 +101,8 @@ inline V exp_of(V x) {
   p = p * r * r + r + 1.f;
   return p * (V)(((I)shifted << 23) + 0x3f800000);  // the low bits of `shifted` are the exponent
 }
+
+inline V sigmoid(V x) { return 1.f / (1.f + exp_of(-x)); }
 
 // sum + the products of integers of `weights` and `x`, which has GROUP of them.
 inline I dot(I sum, I weights, int32_t x) {

@@ -284,7 +284,7 @@ def test_several_steps_stop_at_the_limit(session: OrtSession, model: Transformer
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [1]])
     assert isinstance(batch, MultiStep)
     with pytest.raises(InputError, match=f"the limit is {LIMIT}"):
-        batch.multi_step(np.full(4, 2), 1, LIMIT, frozenset({2}))
+        batch.multi_step(np.full(4, 2), 1, LIMIT, frozenset({2}), frozenset())
     assert batch.lengths.tolist() == [0, 1, 0, 0]  # type: ignore[attr-defined]
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+import sys
+from ctypes import POINTER, Structure, addressof, byref, c_char, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from tfexport.errors import BackendError
 
 MODULE = "tfexport_native"
-VERSION = 1
+VERSION = 2
 # One library per set of instructions, the fastest first.
 KERNELS = ("avx512", "avx2", "baseline")
+SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 _PREFIX = "tfexport_native_"
 _INVALID = 1
 
@@ -24,7 +28,7 @@ class StackConfig(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("layers", "heads", "head_width", "d_ff")),
-        *((name, c_int32) for name in ("is_pre", "final_norm", "embedding_norm", "activation", "glu", "ssru")),
+        *((name, c_int32) for name in ("is_pre", "final_norm", "embedding_norm", "activation", "glu", "mixer")),
         *((name, c_float) for name in ("embedding_scale", "residual_scale", "norm_eps", "attention_scale")),
     )
 
@@ -51,6 +55,17 @@ class TensorView(Structure):
     )
 
 
+class BeamArrays(Structure):
+    """Beam searches of all sources, and room for texts that finish."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("candidates", "extensions", "early", "room", "num_ends")),
+        *((name, c_int64) for name in ("num_divisors", "most_finished", "num_finished")),
+        *((name, c_void_p) for name in ("ends", "divisors", "limits", "least", "num_new", "states", "tokens")),
+        *((name, c_void_p) for name in ("running", "finished", "sources", "lengths", "ids", "scores", "log_probs")),
+    )
+
+
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "version": (),
     "is_supported": (),
@@ -60,7 +75,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "free_batch": (c_void_p,),
     "add": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
     "step": (c_void_p, c_void_p, c_int64, c_int64, *(c_void_p,) * 4),
-    "steps": (c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_int64, *(c_void_p,) * 3, POINTER(c_int64)),
+    "steps": (c_void_p, c_void_p, *(c_int64,) * 3, *(c_void_p, c_int64) * 2, *(c_void_p,) * 3, POINTER(c_int64)),
+    "beams": (c_void_p, POINTER(BeamArrays), c_int64, c_int64, POINTER(c_int64)),
     "reorder": (c_void_p, c_void_p, c_int64),
     "remove": (c_void_p, c_void_p, c_int64),
 }
@@ -101,6 +117,12 @@ class Library:
         self._functions[f"free_{name}"](address)
 
 
+def address(array: NDArray[Any]) -> int:
+    """Return where an array begins, in a fifth of the time of `array.ctypes.data`."""
+    usual = array.size and array.flags.writeable
+    return addressof(c_char.from_buffer(array)) if usual else array.ctypes.data  # type: ignore[arg-type]  # a buffer
+
+
 def _reinstall() -> str:
     return "install it again: pip install --force-reinstall tfexport-native"
 
@@ -110,7 +132,7 @@ def find_library() -> Library:
     """Open the fastest library that this CPU can run."""
     folder = Path(str(importlib.import_module(MODULE).__file__)).parent
     for kernels in KERNELS:
-        path = folder / f"{kernels}.so"
+        path = folder / f"{kernels}{SUFFIX}"
         if path.exists() and (library := Library(path)).is_supported:
             return library
     raise BackendError(f"native: {folder} has no library for this CPU; {_reinstall()}")

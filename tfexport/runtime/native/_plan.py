@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfexport.bundle.manifest import Manifest
+from tfexport.bundle.bundle import Bundle
+from tfexport.contract import WEIGHTS
 from tfexport.nn.config import Side, TransformerConfig
 from tfexport.runtime.native import _library as library
 from tfexport.runtime.native._weights import Tensor, Weights, joined
@@ -17,6 +18,7 @@ _NORMS = ("layernorm", "std", "rms")
 _ACTIVATIONS = ("relu", "gelu", "silu", "gelu_tanh", "quick_gelu", "relu2")
 # Widths of buffers are multiples of it.
 _STEP = 16
+_MIXERS = ("attention", "ssru", "average")
 _SSRU = ("forget", "update")
 
 # Fields of a configuration and the values that the library computes; None means every value. Other fields must have
@@ -32,23 +34,46 @@ SUPPORTED: Mapping[str, Collection[object] | None] = {
     "activation": (*_ACTIVATIONS, None),
     "feed_forward": ("mlp", "glu", None),
     "positions": ("table", "none"),
-    "mixer": ("attention", "ssru"),
+    "mixer": _MIXERS,
     # They have no effect without the switches above that use them.
     **dict.fromkeys(("relative_buckets", "relative_max_distance", "rotary_base", "rotary_dim", "rotary_pairs")),
     **dict.fromkeys(("rotary_cross", "rotary_scaling", "rotary_factor", "rotary_original_length")),
 }
 
 
-def problems(manifest: Manifest) -> list[str]:
+def problems(bundle: Bundle) -> list[str]:
     """List what the library cannot compute of a bundle."""
-    config = manifest.config
+    manifest, config = bundle.manifest, bundle.manifest.config
     if config is None:
         return ["it holds graphs of an own module"]
     if manifest.spec.precision != "fp32":
         return [f"its precision is {manifest.spec.precision}, expected fp32 or int8"]
     if manifest.quantization is not None and manifest.quantization.weights != "int8":
         return [f"its weights are {manifest.quantization.weights}, expected fp32 or int8"]
-    return config_problems(config)
+    if found := config_problems(config):
+        return found
+    if WEIGHTS not in manifest.files:
+        return ["it has no file of weights"]
+    names = _Names(bundle.file(WEIGHTS))
+    for _ in _Reader(config, names).tensors():
+        pass
+    return [f"its weights have no {name}, as equal tensors are stored once" for name in names.missing[:1]]
+
+
+class _Names(Weights):
+    """Finds the tensors that a weight file does not have, without reading the others."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.missing: list[str] = []
+
+    def vector(self, name: str) -> Tensor:
+        if not self.has(name):
+            self.missing.append(name)
+        return Tensor(0, np.zeros((1, 0), np.float32))
+
+    def matrix(self, name: str, inputs: int, *, is_lookup: bool = False) -> Tensor:
+        return self.vector(name)
 
 
 def config_problems(config: TransformerConfig) -> list[str]:
@@ -58,6 +83,8 @@ def config_problems(config: TransformerConfig) -> list[str]:
     found = [*_field_problems("", config)]
     for side in ("encoder", "decoder"):
         found += _field_problems(f"{side}.", config.stack(side))
+    if config.encoder.d_model not in (None, config.d_model):
+        found.append(f"encoder.d_model is {config.encoder.d_model}, expected {config.d_model}")
     if config.d_model % _STEP:
         found.append(f"d_model is {config.d_model}, expected a multiple of {_STEP}")
     return found
@@ -103,7 +130,7 @@ def _stack(config: TransformerConfig, side: Side) -> library.StackConfig:
         embedding_norm=config.value(side, "embedding_norm"),
         activation=_ACTIVATIONS.index(config.value(side, "activation")),
         glu=config.value(side, "feed_forward") == "glu",
-        ssru=stack.mixer == "ssru",
+        mixer=_MIXERS.index(stack.mixer),
         embedding_scale=config.value(side, "embedding_scale"),
         residual_scale=stack.residual_scale,
         norm_eps=config.value(side, "norm_eps"),
@@ -148,6 +175,10 @@ class _Reader:
             yield joined([self._weights.matrix(f"{name}self.{part}.weight", config.d_model) for part in _SSRU])
             bias = self._weights.vector(f"{name}self.forget.bias").values
             yield Tensor(2 * bias.size, np.concatenate((bias, np.zeros_like(bias)), 1))
+        elif stack.mixer == "average":
+            yield from self._network(f"{name}self.ffn", side)
+            yield from self._linear(f"{name}self.input", config.d_model, has_bias=True)
+            yield from self._linear(f"{name}self.forget", config.d_model, has_bias=True)
         else:
             yield from self._joint(f"{name}self", ("q", "k", "v"))
             yield from self._linear(f"{name}self.o", width, has_bias=has_bias)
@@ -157,9 +188,13 @@ class _Reader:
             yield from self._joint(f"{name}cross", ("k", "v"))
             yield from self._linear(f"{name}cross.o", width, has_bias=has_bias)
         yield from self._norm(f"{name}norm{2 + is_decoder}")
+        yield from self._network(f"{name}ffn", side)
+
+    def _network(self, name: str, side: Side) -> Iterator[Tensor | None]:
+        config, has_bias = self._config, self._config.feed_forward_bias
         for part in ("fc1", "gate") if config.value(side, "feed_forward") == "glu" else ("fc1",):
-            yield from self._linear(f"{name}ffn.{part}", config.d_model, has_bias=config.feed_forward_bias)
-        yield from self._linear(f"{name}ffn.fc2", stack.d_ff, has_bias=config.feed_forward_bias)
+            yield from self._linear(f"{name}.{part}", config.d_model, has_bias=has_bias)
+        yield from self._linear(f"{name}.fc2", config.stack(side).d_ff, has_bias=has_bias)
 
     def _table(self, name: str) -> Tensor:
         return self._weights.matrix(name, self._config.d_model, is_lookup=True)

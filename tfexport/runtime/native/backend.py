@@ -17,10 +17,22 @@ from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedScoring, CheckedSession, check_step
 from tfexport.runtime.cpu import step_weight_bytes
-from tfexport.runtime.native._library import Library, TensorView, find_library
+from tfexport.runtime.native._library import BeamArrays, Library, TensorView, address, find_library
 from tfexport.runtime.native._plan import config_of, config_problems, problems, tensors
 from tfexport.runtime.registry import AUTO, Graphs, LoadOptions
-from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Limits, Prompts, close_up, rows_of
+from tfexport.runtime.session import (
+    ONE,
+    Beams,
+    BeamSteps,
+    Candidates,
+    FinishedBeam,
+    Floats,
+    Ids,
+    Limits,
+    Prompts,
+    close_up,
+    rows_of,
+)
 from tfexport.runtime.sources import Sources
 from tfexport.sources import SOURCE_IDS
 
@@ -83,20 +95,20 @@ class NativeSession(CheckedSession):
 
 
 class NativeBatch(CheckedScoring):
-    """Sources being decoded; implements `MultiStep`."""
+    """Sources being decoded; implements `MultiStep` and `MultiBeam`."""
 
     def __init__(self, session: NativeSession, model: _Object, width: int) -> None:
         super().__init__(session.spec, width)
         self._session, self._model, self._library = session, model, model.library
         self._batch = _Object(model.library, "batch", model.address, width)
-        self._buffers = _Buffers(0, 1)
+        self._buffers: _Buffers | None = None
 
     def _add(self, sources: Sources, prompts: Prompts) -> None:
         ids = np.ascontiguousarray(sources.inputs[SOURCE_IDS])
         lengths, read = sources.lengths, np.array([len(prompt) for prompt in prompts])
         tokens = np.array([token for prompt in prompts for token in prompt])
-        addresses = [array.ctypes.data for array in (lengths, tokens, read)]
-        self._library.call("add", self._batch.address, len(ids), ids.ctypes.data, ids.shape[1], *addresses)
+        addresses = [address(array) for array in (lengths, tokens, read)]
+        self._library.call("add", self._batch.address, len(ids), address(ids), ids.shape[1], *addresses)
         self.lengths = np.concatenate((self.lengths, (read - 1).repeat(self.width)))
 
     def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
@@ -108,7 +120,7 @@ class NativeBatch(CheckedScoring):
     def _run(self, target_ids: Ids, num_candidates: int, given: Ids | None = None) -> Candidates:
         rows, buffers = target_ids.size, self._reserved(num_candidates)
         buffers.target_ids[:] = target_ids
-        given_address = None if given is None else given.ctypes.data
+        given_address = None if given is None else address(given)
         self._library.call(
             "step",
             self._batch.address,
@@ -121,36 +133,66 @@ class NativeBatch(CheckedScoring):
         self.lengths = self.lengths + ONE
         return Candidates(buffers.token_ids.copy(), buffers.logits.copy(), buffers.log_normalizer.copy())
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+    def multi_step(
+        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+    ) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
         check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
-        rows, ids, stops = target_ids.size, np.ascontiguousarray(target_ids), np.array([*stop_ids], np.int64)
+        rows, ids = target_ids.size, np.ascontiguousarray(target_ids)
+        stops, banned = np.array([*stop_ids], np.int64), np.array([*banned_ids], np.int64)
         token_ids = np.empty((steps, rows, num_candidates), np.int64)
         logits = np.empty((steps, rows, num_candidates), np.float32)
         log_normalizer = np.empty((steps, rows), np.float32)
         taken = c_int64()
-        found = [array.ctypes.data for array in (token_ids, logits, log_normalizer)]
-        given = ids.ctypes.data, rows, num_candidates, steps, stops.ctypes.data, stops.size
+        found = [address(array) for array in (token_ids, logits, log_normalizer)]
+        ends = address(stops), stops.size, address(banned), banned.size
+        given = address(ids), rows, num_candidates, steps, *ends
         self._library.call("steps", self._batch.address, *given, *found, byref(taken))
         count = taken.value
         self.lengths = self.lengths + count
         return Candidates(token_ids[:count], logits[:count], log_normalizer[:count])
 
+    def beam_steps(self, beams: Beams, steps: int) -> BeamSteps:
+        """Take several steps of the beam searches of all sources."""
+        rows, most = self.lengths.size, 2 * self.lengths.size
+        places = np.arange(rows), self.lengths
+        check_step(self._spec, self.lengths, beams.tokens[places], beams.num_candidates, steps)
+        room, states = beams.tokens.shape[1], np.zeros(rows // self.width, np.int64)
+        ends, early = (
+            np.array(beams.end_ids, np.int64),
+            2 if beams.early_stopping == "never" else int(beams.early_stopping),
+        )
+        numbers, ids = np.empty((2, most), np.int64), np.empty((most, room), np.int64)
+        values = np.empty((2, most), np.float32)
+        state = (ends, beams.divisors, beams.limits, beams.shortest, beams.num_new, states, beams.tokens)
+        arrays = (*state, beams.running, beams.scores, *numbers, ids, *values)
+        sizes = (beams.num_candidates, beams.num_extensions, early, room, ends.size, beams.divisors.size, most, 0)
+        given, taken = BeamArrays(*sizes, *(address(array) for array in arrays)), c_int64()
+        self._library.call("beams", self._batch.address, byref(given), rows, steps, byref(taken))
+        self.lengths = self.lengths + taken.value
+        found = [array[..., : given.num_finished].tolist() for array in (*numbers, *values)]
+        finished = [
+            FinishedBeam(source, ids[number, :length].tolist(), score, log_prob)
+            for number, (source, length, score, log_prob) in enumerate(zip(*found, strict=True))
+        ]
+        done, broken = (np.flatnonzero(states == state).tolist() for state in (1, 2))
+        return BeamSteps(taken.value, finished, done, broken)
+
     def _reserved(self, num_candidates: int) -> _Buffers:
         rows = self.lengths.size
-        if self._buffers.logits.shape != (rows, num_candidates):
+        if self._buffers is None or self._buffers.logits.shape != (rows, num_candidates):
             self._buffers = _Buffers(rows, num_candidates)
         return self._buffers
 
     def _reorder(self, rows: Ids) -> None:
         order = np.ascontiguousarray(rows)
         self._library.call(
-            "reorder", self._batch.address, order.ctypes.data, order.size
+            "reorder", self._batch.address, address(order), order.size
         )  # rows of a source are equally long
 
     def _remove(self, sources: Ids) -> None:
         kept = close_up(self.lengths.size // self.width, sources)
-        self._library.call("remove", self._batch.address, kept.ctypes.data, kept.size)
+        self._library.call("remove", self._batch.address, address(kept), kept.size)
         self.lengths = self.lengths[rows_of(kept, self.width)]
 
 
@@ -163,7 +205,7 @@ class _Buffers:
         self.logits: Floats = np.empty((rows, num_candidates), np.float32)
         self.log_normalizer: Floats = np.empty(rows, np.float32)
         arrays: list[NDArray[Any]] = [self.target_ids, self.token_ids, self.logits, self.log_normalizer]
-        self.addresses = [array.ctypes.data for array in arrays]
+        self.addresses = [address(array) for array in arrays]
 
 
 def is_fastest(bundle: Bundle, options: LoadOptions) -> bool:
@@ -173,7 +215,7 @@ def is_fastest(bundle: Bundle, options: LoadOptions) -> bool:
     has_more = manifest.alignment is not None or any(map(has_speculation, decoders))
     is_plain = options.variant is None and options.device == "cpu" and options.threads in (AUTO, 1)
     is_small = step_bytes is not None and step_bytes < MOST_STEP_BYTES
-    return is_plain and is_small and not has_more and not problems(manifest)
+    return is_plain and is_small and not has_more and not problems(bundle)
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> NativeSession:
@@ -187,7 +229,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> NativeSession:
 
 def _open(bundle: Bundle) -> NativeSession:
     manifest = bundle.manifest
-    raise_all(BackendError, f"native: {bundle.path}", problems(manifest), remedy=_REMEDY)
+    raise_all(BackendError, f"native: {bundle.path}", problems(bundle), remedy=_REMEDY)
     assert manifest.config is not None
     return NativeSession(manifest.config, bundle.file(WEIGHTS), manifest.accuracy, subject=bundle.path)
 

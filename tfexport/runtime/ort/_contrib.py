@@ -26,7 +26,18 @@ from tfexport.runtime.checked import CheckedScoring, check_step
 from tfexport.runtime.ort._binding import Binding, Shape
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
 from tfexport.runtime.ort._device import Array, OrtGraphs, encoder_runs, has_many_scores, host_value
-from tfexport.runtime.session import ONE, Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates, rows_of
+from tfexport.runtime.session import (
+    ONE,
+    Candidates,
+    Floats,
+    Ids,
+    Mask,
+    Prompts,
+    best_columns,
+    close_up,
+    given_candidates,
+    rows_of,
+)
 from tfexport.runtime.sources import Sources
 
 # Most bindings of a batch; the number of rows changes as sources come and go.
@@ -124,7 +135,9 @@ class ContribBatch(CheckedScoring):
         self._run(bound, target_ids)
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+    def multi_step(
+        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+    ) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
         check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
@@ -143,6 +156,8 @@ class ContribBatch(CheckedScoring):
             if not self._is_even:
                 self.lengths = self.lengths + ONE
             best = bound.token_ids[:, 0]
+            if banned_ids:
+                best = bound.token_ids[np.arange(best.size), best_columns(bound.token_ids, banned_ids)]
             if taken == steps or not stop_ids.isdisjoint(best.tolist()):
                 break
             if self._longest == self._capacity:
