@@ -75,7 +75,7 @@ class History:
         self.longest += count
 
     def with_room(self, count: int) -> Ids:
-        """Return the tokens with room for some more, [rows, longest + count or more], to be written in place."""
+        """Return the tokens, [rows, longest + count or more], to write more in place."""
         self._reserve(self.longest + count)
         return self._tokens
 

@@ -219,7 +219,7 @@ class MinLength(Processor):
         return _ban(self._ends.among(token_ids) & is_short[:, None], token_ids, scores)
 
     def steps_before_end(self, lengths: Ids, num_new: Ids) -> Ids:
-        """Return in how many next steps each row may not end, at most 0 if it may end in the next one."""
+        """Return in how many next steps each row may not end; at most 0 for none."""
         width = lengths.size // num_new.size
         generated = num_new if width == 1 else num_new.repeat(width)
         left: Ids = self._least - np.where(self._is_whole, lengths, generated)

@@ -45,7 +45,10 @@ class Processors:
         return all(processor.leaves_best for processor in self._all)
 
     def steps_before_end(self, history: History, num_new: Ids) -> Ids | None:
-        """Return in how many next steps each row may not end; None if other options change scores."""
+        """Return in how many next steps each row may not end.
+
+        It is None if other options change scores.
+        """
         if not self._all:
             return np.zeros(history.lengths.size, np.int64)
         (first, *others) = self._all

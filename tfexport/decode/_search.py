@@ -79,11 +79,14 @@ class Search(ABC):
         return 1
 
     def beams(self, steps: int) -> Beams | None:
-        """Return the state of beam searches for `steps` steps at once; None if `take` has to take each."""
+        """Return the state of beam searches for several steps at once.
+
+        It is None if `take` has to take each step.
+        """
         return None
 
     def follow_beams(self, found: BeamSteps) -> dict[int, Outcome]:
-        """Take steps that changed the state of `beams`; return the outcomes of finished sources by place."""
+        """Take steps that changed the state of `beams`; return outcomes by place."""
         raise NotImplementedError
 
     def follow(self, found: Candidates) -> None:

@@ -138,9 +138,9 @@ class MultiStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Beams:
-    """The beam searches of all sources of a batch, for steps without options that change scores.
+    """The beam searches of all sources of a batch.
 
-    A step changes `running`, `scores`, `num_new` and `tokens`.
+    No option changes scores, except that short texts may not end. A step changes `running`, `scores`, `num_new` and `tokens`.
     """
 
     num_candidates: int  # of each row, 1 … vocab
@@ -157,7 +157,7 @@ class Beams:
 
 
 class FinishedBeam(NamedTuple):
-    """A text that ended, and was better than the worst of the `width` best ones of its source before."""
+    """A text that ended, better than the worst of the `width` best ones before."""
 
     source: int
     token_ids: list[int]  # without the first one
@@ -180,9 +180,9 @@ class MultiBeam(Protocol):
     """A batch that takes several steps of beam searches in one call."""
 
     def beam_steps(self, beams: Beams, steps: int) -> BeamSteps:
-        """Take 1 to `steps` steps, reordering included, at most until a source is done or broken.
+        """Take 1 to `steps` steps, at most until a source is done or broken.
 
-        The results are those of `step` and `tfexport.decode`.
+        Rows are reordered. The results are those of `step` and `tfexport.decode`.
         """
 
 
@@ -262,7 +262,10 @@ def in_order_of_id(candidates: Candidates) -> Candidates:
 
 
 def best_columns(token_ids: Ids, banned_ids: frozenset[int]) -> Ids:
-    """Return the column of the first of [..., num_candidates] tokens that is not banned, [...]."""
+    """Return the column of the first token that is not banned, [...].
+
+    `token_ids` are [..., num_candidates].
+    """
     is_banned: Mask = np.zeros(token_ids.shape, np.bool_)
     for token in banned_ids:  # for few of them ten times as fast as `isin`
         is_banned |= token_ids == token
