@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tfexport
+from tests.gpu import behavior
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import SOURCES, Model
 from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
@@ -180,6 +181,17 @@ def test_a_trace_has_the_layers_of_every_run(dates: Model, on_doubles: Callable[
     assert {names[event["pid"]] for event in layers} == {"decoder_static", "encoder", "reorder"}
     assert all(event["name"].startswith(names[event["pid"]]) for event in layers)
     assert all(call["ts"] <= event["ts"] <= call["ts"] + call["dur"] for event in layers)
+
+
+@pytest.mark.usefixtures("on_doubles")
+def test_parts_of_the_acceptance_run_on_doubles(dates: Model) -> None:
+    one, two = (behavior.served(dates.path, "fast", devices) for devices in ("cuda:0", "cuda:0,cuda:1"))
+    assert one == two
+    assert len(one) == 8 * len(behavior.TEXTS)
+    numbers: dict[str, Any] = {}
+    behavior.slowest_layers(dates.path, "fast", numbers)
+    assert "decoder_static attention us" in numbers
+    assert all(us > 0 for us in numbers.values())
 
 
 def test_gpus_are_used_by_threads_side_by_side(on_doubles: Callable[..., tfexport.Model]) -> None:
