@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -122,6 +123,13 @@ class InferenceSession:
         r"asked for CUDAExecutionProvider, got \['CPUExecutionProvider'\]|ort: no NVIDIA driver|ort: the NVIDIA driver",
         backends["ort", "cuda"],
     )
+
+
+def test_execution_providers_that_are_not_used_are_named(here: Diagnosis, tmp_path: Path) -> None:
+    names = ["CoreMLExecutionProvider", "CPUExecutionProvider", "AzureExecutionProvider"]
+    found = in_environment(tmp_path, torch=SLOW, onnxruntime=f"get_available_providers = lambda: {names}")
+    assert found["unused_providers"] == ["CoreML"]
+    assert any("CoreML" in line for line in dataclasses.replace(here, unused_providers=("CoreML",)).lines())
 
 
 def test_a_hung_probe_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tfexport._io.extras import extra_command, install_command, repair_command, replacing_command
 from tfexport.runtime import registry
 from tfexport.runtime.cpu import instruction_sets
-from tfexport.runtime.probes import describe_int8, find_gpus, run_probe
+from tfexport.runtime.probes import describe_int8, find_gpus, find_unused_providers, run_probe
 from tfexport.runtime.registry import Requirement
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\w+)[\"'])?")
@@ -67,6 +67,7 @@ class Diagnosis:
     gpus: tuple[dict[str, Any], ...]
     backends: tuple[Backend, ...]
     problems: tuple[Problem, ...]
+    unused_providers: tuple[str, ...] = ()  # of ONNX Runtime
 
     @property
     def works(self) -> bool:
@@ -83,6 +84,9 @@ class Diagnosis:
         installed = [f"  {one.name:<20} {one.version or f'{missing} {one.install}'}" for one in self.libraries]
         backends = [f"  {b.name:<6} {b.device:<5} {b.library:<13} {b.status()}" for b in self.backends]
         gpus = [f"  {gpu['name']}, compute capability {gpu['compute_capability']}" for gpu in self.gpus]
+        if self.unused_providers:
+            unused = ", ".join(self.unused_providers)
+            backends.append(f"  onnxruntime also offers {unused}, which tfexport does not use")
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
         return [
             f"tfexport {self.tfexport}, Python {self.python}, {self.system}",
@@ -113,16 +117,18 @@ def diagnose() -> Diagnosis:
             problems += [_problem(library, b) for b in tried if b.problem and not (b.device == "gpu" and no_gpu)]
     if not any(not backend.problem for backend in backends):
         problems.append(Problem("no backend works, so no bundle can run", extra_command("cpu")))
+    has_onnxruntime = importlib.util.find_spec("onnxruntime") is not None
     return Diagnosis(
         tfexport=importlib.metadata.version("tfexport"),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         instruction_sets=tuple(instruction_sets()),
-        int8_products=describe_int8() if importlib.util.find_spec("onnxruntime") else "",
+        int8_products=describe_int8() if has_onnxruntime else "",
         libraries=tuple(libraries),
         gpus=tuple(gpus),
         backends=tuple(backends),
         problems=tuple(problems),
+        unused_providers=tuple(find_unused_providers()) if has_onnxruntime else (),
     )
 
 

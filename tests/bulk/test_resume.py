@@ -121,6 +121,24 @@ def test_damaged_parts_are_found(where: str, model: Model, tmp_path: Path) -> No
         check_outputs(outputs(target), expected(model))
 
 
+@pytest.mark.parametrize("is_of_this_run", [True, False])
+def test_a_part_in_the_place_of_another_is_found(is_of_this_run: bool, model: Model, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    if not is_of_this_run:
+        begin(model, source, target, 2, num_beams=2)
+        shutil.move(tmp_path / "out.jsonl.parts" / "part-00000001.parquet", tmp_path / "other")
+        shutil.rmtree(tmp_path / "out.jsonl.parts")
+    begin(model, source, target, 2)
+    parts = tmp_path / "out.jsonl.parts"
+    place = parts / "part-00000001.parquet"
+    shutil.copy(parts / "part-00000000.parquet" if is_of_this_run else tmp_path / "other", place)
+    with pytest.raises(InputError, match=place.name):
+        generate_file(model, source, target, SMALL)
+    place.unlink()
+    generate_file(model, source, target, SMALL)
+    check_outputs(outputs(target), expected(model))
+
+
 def test_foreign_files_in_the_folder_of_parts_stay(model: Model, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl.parts").mkdir()
     (tmp_path / "out.jsonl.parts" / "notes").write_text("mine")

@@ -210,11 +210,12 @@ def test_connections_that_arrive_together_do_not_use_up_the_files_of_the_process
     with running(tmp_path, dates_bundle, "--threads", 1, "--max-connections", 16, before=before) as server:
         server.send(signal.SIGSTOP)
         with contextlib.ExitStack() as stack:
-            for _ in range(600):
+            for number in range(800):
+                if number == 250:
+                    server.send(signal.SIGCONT)
                 one = stack.enter_context(socket.socket())
                 one.setblocking(False)
                 one.connect_ex(("127.0.0.1", httpx.URL(server.url).port))
-            server.send(signal.SIGCONT)
             eventually(lambda: is_full(server))
         eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         assert "out of system resource" not in server.log.read_text()

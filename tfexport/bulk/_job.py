@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
@@ -25,7 +26,7 @@ from tfexport.config import Config
 from tfexport.errors import InputError, first_line, raise_all
 from tfexport.generation import DecodeConfig
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SUFFIXES = ("", "_score", "_finish_reason", "_error")
 NO_TEXT = "the row has no text"
 _JOB, _TEXTS, _ROWS, _PART = "job.json", "texts.parquet", "rows.parquet", re.compile(r"part-(\d{8})\.parquet")
@@ -114,6 +115,14 @@ class Store:
         counts = [self._texts.metadata.row_group(number).num_rows for number in range(self._texts.num_row_groups)]
         return [Part(*row) for row in zip(range(len(counts)), accumulate(counts, initial=0), counts, strict=False)]
 
+    @cached_property
+    def _job_sha256(self) -> str:
+        with (self.folder / _JOB).open() as stream:
+            return sha256(stream.read()).hexdigest()
+
+    def _metadata(self, part: Part) -> dict[bytes, bytes]:
+        return {b"part": f"{part.number} of job {self._job_sha256}".encode()}
+
     def missing(self) -> list[Part]:
         with accessing(self.folder.name, "read"):
             names = self.folder.names()
@@ -126,6 +135,7 @@ class Store:
         """Write a finished part; each row is a tuple of the values of `schema`."""
         table = pyarrow.table(list(zip(*rows, strict=True)), schema=self.schema)
         with self._writing(part.name) as stream:
+            table = table.replace_schema_metadata(self._metadata(part))
             parquet.write_table(table, stream, compression="zstd", write_page_checksum=True)
 
     def finish(self) -> int:
@@ -173,7 +183,10 @@ class Store:
     def _read(self, name: str, file: parquet.ParquetFile, part: Part, group: int) -> pyarrow.Table:
         with self._reading(name):
             table = file.read_row_group(group)
-            if table.num_rows != part.count or (name == part.name and not table.schema.equals(self.schema)):
+            is_whole = name != part.name or (
+                table.schema.equals(self.schema) and table.schema.metadata == self._metadata(part)
+            )
+            if table.num_rows != part.count or not is_whole:
                 raise pyarrow.ArrowInvalid("it has other rows")
             return table
 
@@ -267,7 +280,8 @@ def _choose_column(columns: Mapping[str, bool], wanted: str | None, name: str) -
         listed = f"{missing}, {listed}"
     if wanted in texts:
         return wanted
-    raise InputError(f"{name}: {listed}; choose one with --input-column")
+    remedy = "choose one with --input-column" if texts else "convert one to texts"
+    raise InputError(f"{name}: {listed}; {remedy}")
 
 
 def run_job(

@@ -35,6 +35,12 @@ def find_gpus() -> tuple[list[dict[str, Any]], str]:
     return ([], found) if isinstance(found, str) else (found[0], found[1])
 
 
+def find_unused_providers() -> list[str]:
+    """Return the execution providers of ONNX Runtime that tfexport does not use."""
+    found = _call("tfexport.runtime.ort.backend", "unused_providers")
+    return [] if isinstance(found, str) else list(found)
+
+
 def describe_int8() -> str:
     """Describe how ONNX Runtime multiplies 8-bit integers on this CPU."""
     return str(_call("tfexport.runtime.ort.int8_products", "describe_int8_products"))

@@ -230,6 +230,12 @@ def probe(library: str, model: str) -> dict[str, str]:
     return {device: _probe(provider, model) for device, provider in PROVIDERS.items() if provider.ort_name in offered}
 
 
+def unused_providers() -> list[str]:
+    """Return the execution providers that are offered and not used."""
+    used = {provider.ort_name for provider in PROVIDERS.values()} | {"AzureExecutionProvider"}  # which computes nothing
+    return [name.removesuffix("ExecutionProvider") for name in ort.get_available_providers() if name not in used]
+
+
 def _probe(provider: Provider, model: str) -> str:
     try:
         provider.prepare(0)
