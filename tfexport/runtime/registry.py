@@ -34,9 +34,7 @@ class LoadOptions:
     device: Device = "cpu"
     engine: str | None = None
     is_shared: bool = False  # whether the process has other threads of Python
-    profile: Path | None = (
-        None  # where sessions write a folder of events for each graph or engine, when they are closed
-    )
+    profile: Path | None = None  # where sessions that are closed write a folder of events for each graph or engine
 
     def __post_init__(self) -> None:
         problems = word_problems(
