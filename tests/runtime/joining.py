@@ -11,8 +11,8 @@ from tfexport.decode._search import Outcome
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Session
-from tfexport.runtime.sources import random_source
+from tfexport.runtime.session import EncodesAhead, Session
+from tfexport.runtime.sources import pad_sources, random_source
 
 # Every row of a batch may have another one.
 KINDS = (
@@ -48,18 +48,34 @@ def alone(session: Session, requests: Sequence[Request]) -> dict[int, Outcome]:
     return found
 
 
-def joining(session: Session, requests: Sequence[Request], seed: int, *, places: int = 6) -> dict[int, Outcome]:
-    """Submit requests in random order, a few at a time between steps, while others are decoded."""
+def joining(
+    session: Session, requests: Sequence[Request], seed: int, *, places: int = 6, is_ahead: bool = False
+) -> dict[int, Outcome]:
+    """Submit requests in random order, a few at a time between steps, while others are decoded.
+
+    With `is_ahead` their sources are encoded before they join, and `places` is ignored.
+    """
     rng = np.random.default_rng(seed)
     waiting = [requests[number] for number in rng.permutation(len(requests))]
     loop, found = Loop(session, places), {}
     while waiting or loop.is_busy:
         if waiting and (not loop.is_busy or rng.random() < 0.4):
             count = int(rng.integers(1, 4))
-            loop.submit(waiting[:count])
+            if is_ahead:
+                _join(session, loop, waiting[:count])
+            else:
+                loop.submit(waiting[:count])
             del waiting[:count]
         found |= {update.request.text: update.outcome for update in loop.step() if update.outcome is not None}
     return found
+
+
+def _join(session: Session, loop: Loop, requests: Sequence[Request]) -> None:
+    assert isinstance(session, EncodesAhead)
+    for width in {request.config.num_beams for request in requests}:
+        some = [request for request in requests if request.config.num_beams == width]
+        sources = pad_sources(session.spec.source, [request.source for request in some])
+        loop.join(some, session.encode_ahead(sources))
 
 
 def differing(left: dict[int, Outcome], right: dict[int, Outcome]) -> list[int]:

@@ -23,8 +23,8 @@ from tfexport.serve.observer import Observer
 class Bench:
     """A scheduler without its thread, on a session whose texts are 15 tokens long unless told otherwise."""
 
-    def __init__(self, *, can_join: bool = True, **config: int) -> None:
-        self.session = ScriptedSession(16, drawn(16, eos_bias=-1e9), can_join=can_join)
+    def __init__(self, *, can_join: bool = True, kind: type[ScriptedSession] = ScriptedSession, **config: int) -> None:
+        self.session = kind(16, drawn(16, eos_bias=-1e9), can_join=can_join)
         self.config = ServingConfig(**config)
         self.queue = WaitingQueue(self.config.max_waiting, self.config.max_waiting_tokens)
         self.scheduler = Scheduler(self.session, self.queue, self.config, Observer())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from tfexport.decode._speculation import Speculation
 from tfexport.decode.request import Request, Status
 from tfexport.errors import Cancelled
 from tfexport.runtime.session import Batch, Candidates, Ids, MultiBeam, MultiStep, Session, Verifies, close_up, rows_of
-from tfexport.runtime.sources import pad_sources
+from tfexport.runtime.sources import Sources, pad_sources
 
 # Sources join several at a time, an eighth of a full batch, to share an encoder run and the binding of buffers.
 JOIN_SHARE = 8
@@ -73,6 +73,12 @@ class Loop:
             else:
                 self._waiting.setdefault(request.config.num_beams, deque()).append(request)
 
+    def join(self, requests: Sequence[Request], sources: Sources) -> None:
+        """Add requests of one width, whose sources are encoded, to the running ones."""
+        width = requests[0].config.num_beams
+        self._waiting.setdefault(width, deque())
+        self._running_of(width).add(requests, sources)
+
     def cancel(self, requests: Collection[Request]) -> None:
         """Remove waiting or running requests; the loop reports nothing more about them."""
         for request in requests:
@@ -88,10 +94,9 @@ class Loop:
     def admit(self) -> None:
         """Encode waiting requests and add them to the batch if there is room."""
         for width, waiting in self._waiting.items():
-            if width not in self._running:
-                self._running[width] = _RunningBatch(self._session, width)
+            running = self._running_of(width)
             if waiting:
-                self._admit(self._running[width], waiting)
+                self._admit(running, waiting)
 
     def step(self, most: int | None = None) -> list[Update]:
         """Admit waiting requests, take a step of every batch, and return what is new.
@@ -108,6 +113,11 @@ class Loop:
                 update.request.status = Status.DONE
         self._forget_empty()
         return updates
+
+    def _running_of(self, width: int) -> _RunningBatch:
+        if width not in self._running:
+            self._running[width] = _RunningBatch(self._session, width)
+        return self._running[width]
 
     def _forget_empty(self) -> None:
         for width, waiting in list(self._waiting.items()):
@@ -170,11 +180,12 @@ class _RunningBatch:
         self._groups: dict[object, _Group] = {}
         self._begin()
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: Sequence[Request], sources: Sources | None = None) -> None:
         if self._is_spent:  # faster than emptying the batch
             self._begin()
         first = self.num_sources
-        sources = pad_sources(self._spec.source, [request.source for request in requests])
+        if sources is None:
+            sources = pad_sources(self._spec.source, [request.source for request in requests])
         self.batch.add(sources, [request.prompt for request in requests])
         self.num_sources += len(requests)
         by_options: dict[object, list[int]] = {}

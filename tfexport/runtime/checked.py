@@ -51,7 +51,7 @@ class CheckedSession(ABC):
         return self._checked(sources, LOGITS)
 
     def _checked(self, sources: Sources, output: str) -> Floats:
-        _check_sources(self.spec, sources)
+        check_sources(self.spec, sources)
         return self._encode(sources, output)
 
     @abstractmethod
@@ -83,7 +83,7 @@ class CheckedAligner(CheckedSession):
         self._check_open()
         if not self.has_alignment:
             raise BackendError(NO_ALIGNMENT)
-        _check_sources(self.spec, sources)
+        check_sources(self.spec, sources)
         count, shape = len(sources), target_ids.shape
         if len(shape) != 2 or target_ids.dtype != np.int64 or shape[0] != count or target_ids.size == 0:
             raise InputError(f"target_ids is {target_ids.dtype} {shape}, expected int64 [{count}, target_len]")
@@ -107,7 +107,7 @@ class CheckedBatch(ABC):
 
     def add(self, sources: Sources, prompts: Prompts) -> None:
         """Encode sources and read every prompt except its last token."""
-        _check_sources(self._spec, sources)
+        check_sources(self._spec, sources)
         _check_prompts(self._spec, len(sources), prompts)
         self._add(sources, prompts)
 
@@ -158,7 +158,8 @@ class CheckedScoring(CheckedBatch):
     def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates: ...
 
 
-def _check_sources(spec: ModelSpec, sources: Sources) -> None:
+def check_sources(spec: ModelSpec, sources: Sources) -> None:
+    """Raise `InputError` if sources do not fit the model."""
     raise_all(InputError, "", batch_problems(spec.source, sources))
     if (length := sources.source_len) > spec.max_source_length:
         remedy = f"shorten it, or {LONGER.format('source')}"

@@ -226,6 +226,16 @@ class Aligns(Protocol):
         """
 
 
+@runtime_checkable
+class EncodesAhead(Protocol):
+    """A session that encodes sources before they join a batch."""
+
+    can_encode_ahead: bool  # whether the machine has cores for this while decoder steps run
+
+    def encode_ahead(self, sources: Sources) -> Sources:
+        """Encode sources, on any thread; batches of this session add the result without encoding it again."""
+
+
 class Session(Protocol):
     """A model on a backend."""
 

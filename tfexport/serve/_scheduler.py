@@ -10,13 +10,16 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from tfexport.decode.loop import JOIN_SHARE, Loop, Update
 from tfexport.decode.request import Request, Status
 from tfexport.errors import BackendError, EngineFailed, InputError, QueueFull, ServingError, TfexportError
 from tfexport.runtime.session import Session
+from tfexport.runtime.sources import Sources
+from tfexport.serve import _encoder
+from tfexport.serve._encoder import Encoder
 from tfexport.serve._generation import AnyGeneration as Job
 from tfexport.serve._generation import Event
 from tfexport.serve.config import ServingConfig
@@ -155,7 +158,7 @@ class Scheduler:
         # If later jobs cannot join the batch, all waiting jobs are encoded together.
         can_join = session.spec.has_decoder and session.batch().can_join
         self._fixed_budget = config.encoder_budget if can_join else sys.maxsize
-        self._loop = Loop(session, self.slots)
+        self._loop, self._encoder = Loop(session, self.slots), Encoder(session)
         self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
         self._entering: deque[Request] = deque()  # running parts that are not encoded yet
         self._beginning: set[Job] = set()  # jobs that get their first token in the next step
@@ -165,7 +168,7 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._running or len(self._waiting))
+        return bool(self._running or self._encoder.requests or len(self._waiting))
 
     @property
     def _budget(self) -> int:
@@ -182,6 +185,9 @@ class Scheduler:
         self.num_rows = self._count_rows()
         return events
 
+    def close(self) -> None:
+        self._encoder.close()
+
     def _remove(self, now: float) -> list[Event]:
         running = dict.fromkeys(job for job, _ in self._running.values())
         ended = [job for job in running if job.status is Status.CANCELLED or job.deadline <= now]
@@ -190,9 +196,11 @@ class Scheduler:
         return [Event(job, outcome=job.late()) for job in ended if job.status is not Status.CANCELLED]
 
     def _add(self) -> list[Event]:
+        if self._encoder.requests and (self._encoder.is_done or not self._loop.is_busy):
+            self._join(*self._encoder.take())
         start, events, before = time.monotonic(), list[Event](), 0
         self._is_held = False
-        if not self._entering and len(self._waiting):
+        if not self._entering and not self._encoder.requests and len(self._waiting):
             for job in self._waiting.take(self._choose):
                 job.joined = start
                 self._observer.joined(start - job.arrived, job.source_length)
@@ -207,15 +215,40 @@ class Scheduler:
                     events.append(Event(job, job.request.prompt[1:]))
                 self._running |= {part.id: (job, part) for part in job.parts}
                 self._entering += job.parts
-        if parts := self._take_entering(before):
-            self._loop.submit(parts)
-            self._loop.admit()
-            took_s = time.monotonic() - start
-            tokens = max(part.source_length for part in parts) * len(parts) + before
-            self._token_s += NEWEST * (took_s / tokens - self._token_s)
-            self._observer.encoded(took_s)
+        if not self._encoder.requests and (parts := self._take_entering(before)):
+            if self._encoder.has_core and self._loop.num_rows:
+                self._encode_ahead(parts)
+            else:
+                self._begin(parts)
+                self._loop.submit(parts)
+                self._loop.admit()
+                self._note_encoded(parts, time.monotonic() - start, before)
         self._is_held = self._is_held or bool(self._entering)
         return events
+
+    def _encode_ahead(self, parts: Sequence[Request]) -> None:
+        answered = [part for part in parts if part.is_answered]
+        self._begin(answered)
+        self._loop.submit(answered)
+        if rest := [part for part in parts if not part.is_answered]:
+            self._encoder.begin(rest, self._token_s * _num_tokens(rest))
+
+    def _join(self, parts: Sequence[Request], sources: Sources, took_s: float) -> None:
+        self._note_encoded(parts, took_s)
+        ended = [part for part in parts if part.id not in self._running]
+        if len(ended) < len(parts):
+            self._begin(parts)
+            self._loop.join(parts, sources)
+            self._loop.cancel(ended)
+
+    def _begin(self, parts: Sequence[Request]) -> None:
+        for part in parts:
+            if (running := self._running.get(part.id)) and math.isnan(running[0].began):
+                self._beginning.add(running[0])
+
+    def _note_encoded(self, parts: Sequence[Request], took_s: float, before: int = 0) -> None:
+        self._token_s += NEWEST * (took_s / (_num_tokens(parts) + before) - self._token_s)
+        self._observer.encoded(took_s)
 
     def _choose(self, waiting: list[Job]) -> list[Job]:
         """Select the oldest jobs that fit; the first may exceed the encoder's budget."""
@@ -255,16 +288,17 @@ class Scheduler:
             longest = max(longest, self._entering[0].source_length)
             if (parts or before) and longest * (len(parts) + 1) > budget:
                 break
-            part = self._entering.popleft()
-            job, _ = self._running[part.id]
-            if math.isnan(job.began):
-                self._beginning.add(job)
-            parts.append(part)
+            if parts and self._encoder.is_usable and self._entering[0].config.num_beams != parts[0].config.num_beams:
+                break
+            parts.append(self._entering.popleft())
         return parts
 
     def _take_step(self) -> list[Event]:
         rows, before, start = self._loop.num_rows, self._loop.num_steps, time.monotonic()
-        updates = self._loop.step(1 if self._is_held else max(1, int(TOGETHER_S / self._step_s)))
+        together_s = 0.0 if self._is_held else TOGETHER_S
+        if self._encoder.requests:
+            together_s = min(self._encoder.left_s, TOGETHER_S)
+        updates = self._loop.step(max(1, int(together_s / self._step_s)))
         end = time.monotonic()
         if num_steps := self._loop.num_steps - before:
             self._step_s += NEWEST * ((end - start) / num_steps - self._step_s)
@@ -298,6 +332,10 @@ class Scheduler:
 
     def _count_rows(self) -> int:
         return sum(job.width for job, _ in self._running.values())
+
+
+def _num_tokens(parts: Sequence[Request]) -> int:
+    return max(part.source_length for part in parts) * len(parts)
 
 
 class Worker:
@@ -342,12 +380,18 @@ class Worker:
             while not self._is_aborted:
                 self._alive_at = time.monotonic()
                 if self._scheduler.is_busy:
+                    _encoder.COMPUTING.add(self)
                     self._step()
-                elif not self.waiting.wait(self._idle_s):
-                    return
+                else:
+                    _encoder.COMPUTING.discard(self)
+                    if not self.waiting.wait(self._idle_s):
+                        return
         except BaseException as error:  # callers must receive an error in any case
             logger.exception("the engine's thread has failed")
             self.failure = error
             failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; restart it")
             self.waiting.close(failed)
             self._fail(failed)
+        finally:
+            _encoder.COMPUTING.discard(self)
+            self._scheduler.close()

@@ -22,8 +22,8 @@ class ServingConfig(Config, subject="serving"):
     """Limit concurrent and waiting requests, and their time.
 
     A request uses `num_beams` or `num_return_sequences` slots. While the sources of new requests are encoded, running
-    requests wait; `encoder_budget` limits the source tokens, including padding, that are encoded between two steps. By
-    default they take about 5 ms, but are at least 128. At least one source is always encoded.
+    requests wait, unless a second thread encodes; `encoder_budget` limits the source tokens, including padding, of an
+    encoder run. By default they take about 5 ms, but are at least 128. At least one source is always encoded.
     """
 
     slots: Annotated[int, Ge(1), Le(4096), Help("Maximum rows of each model in a decoder step.")] = 32

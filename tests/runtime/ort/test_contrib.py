@@ -24,7 +24,9 @@ from tfexport.export.write import write_graphs
 from tfexport.generation import DecodeConfig
 from tfexport.nn.config import model_spec
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.cpu import Threads
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort import backend
 from tfexport.runtime.ort._cache import FIRST_CAPACITY
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort.backend import OrtSession
@@ -137,6 +139,27 @@ def test_unwritten_positions_are_not_read(
 
     monkeypatch.setattr(np, "empty", dirty)
     assert not differing(joining(session, requests, 1), expected)
+
+
+def test_sources_that_are_encoded_before_they_join_change_no_result(
+    session: OrtSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = random_requests(session, 40, 1)
+    expected = alone(session, requests)
+    monkeypatch.setattr(ContribBatch, "_encode", None)
+    assert not differing(joining(session, requests, 1, is_ahead=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "expected"),
+    [(Threads(1, 1), 2, True), (Threads(1, 1), 1, False), (Threads(2, 2), 2, False), (None, 2, False)],
+)
+def test_sources_are_encoded_ahead_if_encoder_and_decoder_have_cores_of_their_own(
+    threads: Threads | None, cores: int, expected: bool, session: OrtSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "threads", threads)
+    monkeypatch.setattr(backend, "available_cores", lambda: cores)
+    assert session.can_encode_ahead == expected
 
 
 def test_buffers_of_earlier_batches_do_not_change_results(session: OrtSession, model: Transformer, once: Once) -> None:

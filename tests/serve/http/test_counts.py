@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from tests.serve.http.served import Exchange, Serve
+from tests.serve.served import ENGINE_THREAD, before_steps, until
 from tfexport.decode.loop import Loop
+from tfexport.runtime.ort import backend
+from tfexport.runtime.ort._device import OrtGraphs
+from tfexport.runtime.sources import Sources
+from tfexport.serve import _encoder
 from tfexport.serve._connections import Joined
 
 # Of this package and of libraries, on the event loop: 355 with those of constraints.txt.
@@ -62,6 +68,30 @@ async def test_an_engine_wakes_the_event_loop_once_for_all_answers_of_a_step(
         assert sum(steps) == 16
         assert max(steps) > 1
         assert woken <= sum(map(bool, steps))  # those with an answer
+
+
+async def test_running_requests_wait_for_no_encoder_run(
+    serve: Serve, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (_encoder, backend):
+        monkeypatch.setattr(module, "available_cores", lambda: 2)
+    monkeypatch.setattr(_encoder, "COMPUTING", set())
+    threads, run, go_on = list[str](), OrtGraphs.encode, threading.Event()
+
+    def counted(graphs: OrtGraphs, sources: Sources) -> Any:
+        threads.append(threading.current_thread().name)
+        return run(graphs, sources)
+
+    async with serve() as served:
+        monkeypatch.setattr(OrtGraphs, "encode", counted)
+        before_steps(monkeypatch, lambda _: go_on.wait(30))
+        first = served.engine.submit(texts[0])
+        await until(lambda: len(threads) == 1)
+        others = [served.engine.submit(text) for text in texts[1:5]]
+        go_on.set()
+        await asyncio.gather(first, *others)
+    assert threads[0] == ENGINE_THREAD
+    assert set(threads[1:]) == {"tfexport-encoder"}
 
 
 async def test_what_is_written_in_one_turn_of_the_loop_is_sent_together() -> None:

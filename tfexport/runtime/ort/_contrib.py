@@ -17,6 +17,8 @@ When a batch is no longer used, its session keeps its buffers and bindings for a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -48,6 +50,19 @@ _MAX_SPARE_BYTES = 2**24
 _MAX_OUTPUT_BYTES = 2**18
 # Number of tokens that a row shares with itself: all, also later ones.
 _EQUAL = sys.maxsize
+
+
+@dataclass(frozen=True)
+class EncodedSources(Sources):
+    """Sources, and the rows, keys and values of each encoder run."""
+
+    runs: tuple[tuple[Ids, list[Array]], ...] = ()
+
+
+def encode_ahead(graphs: OrtGraphs, sources: Sources) -> EncodedSources:
+    """Encode sources for batches of these graphs."""
+    runs = tuple((rows, _encode(graphs, sources.take(rows))) for rows in encoder_runs(sources.lengths))
+    return EncodedSources(sources.kind, sources.inputs, sources.checked, runs)
 
 
 class ContribBatch(CheckedScoring):
@@ -101,12 +116,17 @@ class ContribBatch(CheckedScoring):
 
     def _add_sources(self, sources: Sources) -> None:
         lengths, first = sources.lengths, self._num_sources
-        runs = encoder_runs(lengths)
-        if first or len(runs) > 1:
+        runs: Iterable[tuple[Ids, list[Array]]] = ()
+        if isinstance(sources, EncodedSources):
+            runs = sources.runs
+        else:
+            rows_of_runs = encoder_runs(lengths)
+            if first or len(rows_of_runs) > 1:
+                runs = ((rows, self._encode(sources.take(rows))) for rows in rows_of_runs)
+        if runs:
             self._reserve_sources(first + len(lengths), int(lengths.max()))
-            for rows in runs:
-                longest = lengths[rows[0]]
-                parts, places = self._encode(sources.take(rows)), first + rows
+            for rows, parts in runs:
+                longest, places = lengths[rows[0]], first + rows
                 for whole, part in zip(self._cross, parts, strict=True):
                     whole[places, :, :longest] = part
                     whole[places, :, longest:] = 0  # the last user of a place may have left NaN
@@ -220,15 +240,7 @@ class ContribBatch(CheckedScoring):
         del self._shared[remaining.size :]
 
     def _encode(self, sources: Sources) -> list[Array]:
-        if not has_many_scores(sources):
-            return self._graphs.encode(sources)
-        io, shape = self._graphs.bind_encoder(sources), (len(sources), self._spec.cache_heads, sources.source_len)
-        # ONNX Runtime cannot free its memory if an output is in it.
-        own: list[Array] = [np.empty((*shape, self._spec.head_dim), np.float32) for _ in self._graphs.cross]
-        for name, array in zip(self._graphs.cross, own, strict=True):
-            io.bind_ortvalue_output(name, host_value(array))
-        self._graphs.run_encoder(io, sources)
-        return own
+        return _encode(self._graphs, sources)
 
     def _reserve_sources(self, sources: int, longest: int) -> None:
         if not self._num_sources:  # without padding that none of the first sources needs
@@ -363,6 +375,18 @@ class ContribBatch(CheckedScoring):
         self._cache_rows[new] = self._cache_rows[old] + (to - of) * width
         if width > 1:
             self._shared[to] = self._shared[of]
+
+
+def _encode(graphs: OrtGraphs, sources: Sources) -> list[Array]:
+    if not has_many_scores(sources):
+        return graphs.encode(sources)
+    io, shape = graphs.bind_encoder(sources), (len(sources), graphs.spec.cache_heads, sources.source_len)
+    # ONNX Runtime cannot free its memory if an output is in it.
+    own: list[Array] = [np.empty((*shape, graphs.spec.head_dim), np.float32) for _ in graphs.cross]
+    for name, array in zip(graphs.cross, own, strict=True):
+        io.bind_ortvalue_output(name, host_value(array))
+    graphs.run_encoder(io, sources)
+    return own
 
 
 def _shared(width: int, length: int) -> list[int]:

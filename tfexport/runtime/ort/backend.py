@@ -21,10 +21,10 @@ from tfexport.bundle.bundle import Bundle
 from tfexport.contract import Device, Variant, device_parts
 from tfexport.errors import BackendError, BundleError
 from tfexport.precision import FLOAT, Accuracy
-from tfexport.runtime.checked import CheckedAligner, CheckedBatch
-from tfexport.runtime.cpu import Threads, choose_threads
+from tfexport.runtime.checked import CheckedAligner, CheckedBatch, check_sources
+from tfexport.runtime.cpu import Threads, available_cores, choose_threads
 from tfexport.runtime.ort._concat import ConcatBatch
-from tfexport.runtime.ort._contrib import ContribBatch
+from tfexport.runtime.ort._contrib import ContribBatch, encode_ahead
 from tfexport.runtime.ort._device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
 from tfexport.runtime.ort._providers import PROVIDERS, PlacementError, Provider
 from tfexport.runtime.ort._static import StaticBatch
@@ -118,6 +118,19 @@ class OrtSession(CheckedAligner):
         self._graphs.run_encoder(io, sources)
         found: Floats = io.get_outputs()[0].numpy()
         return found
+
+    @property
+    def can_encode_ahead(self) -> bool:
+        """Whether encoder and decoder have cores of their own."""
+        if self.variant != "contrib" or self.threads is None:
+            return False
+        return self.threads.encoder + self.threads.decoder <= available_cores()
+
+    def encode_ahead(self, sources: Sources) -> Sources:
+        """Encode sources for a batch."""
+        self._check_open()
+        check_sources(self.spec, sources)
+        return encode_ahead(self._graphs, sources)
 
     def _align(self, sources: Sources, target_ids: Ids) -> Floats:
         with self._lock:
