@@ -233,7 +233,10 @@ class EncodesAhead(Protocol):
     can_encode_ahead: bool  # whether the machine has cores for this while decoder steps run
 
     def encode_ahead(self, sources: Sources) -> Sources:
-        """Encode sources, on any thread; batches of this session add the result without encoding it again."""
+        """Encode sources, on any thread.
+
+        The result has the same inputs, and batches of this session add it without encoding it again.
+        """
 
 
 class Session(Protocol):

@@ -59,7 +59,7 @@ class Encoder:
         self._given.put(pad_sources(self._session.spec.source, [request.source for request in requests]))
 
     def take(self) -> tuple[Sequence[Request], Sources, float]:
-        """Wait for the sources; return the requests, the sources and the time that encoding took."""
+        """Wait for the sources; return requests, sources and the seconds of encoding."""
         encoded, requests, self.requests = self._encoded.get(), self.requests, ()
         COMPUTING.discard(self)
         if isinstance(encoded, BaseException):

@@ -139,6 +139,10 @@ class Request(Body):
 Parameters = create_model("Parameters", __base__=Request, __doc__="Options of a request.", **_OPTIONS)
 
 
+# What requests without parameters share; validating it for each takes longer than parsing the body.
+NO_PARAMETERS = Parameters()
+
+
 class InferParameters(Parameters):  # type: ignore[misc, valid-type]
     """Options of a request with tensors."""
 
@@ -165,7 +169,7 @@ class GenerateRequest(Sourced):
     """A source to generate from."""
 
     id: str | None = Field(default=None, description="Returned in the response.")
-    parameters: Parameters = Field(default_factory=Parameters)  # type: ignore[valid-type]
+    parameters: Parameters = Field(default_factory=lambda: NO_PARAMETERS)  # type: ignore[valid-type]
     media_types = (JSON, FILES)
 
     @classmethod
