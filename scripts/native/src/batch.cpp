@@ -274,37 +274,52 @@ void Batch::read(const std::vector<int64_t>& rows, const int64_t* ids) {
   for (int64_t row : rows) rows_[row].length++;
 }
 
-// The `count` best of [size] logits, of equal ones the lower id first, and log(sum(exp)). `logits` are padded by -inf.
-static void select(const float* logits, int64_t size, int64_t count, int64_t* ids, float* best, float* log_normalizer) {
-  constexpr int64_t MOST_PARTS = 64;
-  int64_t part = std::max<int64_t>(8 * STEP, padded(size / (MOST_PARTS - 1)));
-  float tops[MOST_PARTS], top = -INFINITY;  // most parts have no number that is among the best
-  V total{};
-  for (int64_t i = 0; i < size; i += part) {
-    V highest = all(-INFINITY);
-    for (int64_t j = i; j < std::min(i + part, size); j += LANES) highest = larger(load(logits + j), highest);
-    top = std::max(top, tops[i / part] = largest_of(highest));
-  }
-  for (int64_t i = 0; i < size; i += LANES) total += exp_of(load(logits + i) - top);
-  *log_normalizer = top + std::log(sum_of(total));
-  int64_t found = 0;
-  auto insert = [&](int64_t id) {
-    float value = logits[id];
-    if (found == count && !(value > best[count - 1])) return;
-    int64_t place = found < count ? found++ : count - 1;
-    for (; place > 0 && best[place - 1] < value; place--) best[place] = best[place - 1], ids[place] = ids[place - 1];
-    best[place] = value, ids[place] = id;
-  };
-  for (int64_t i = 0; i < size; i += part) {
-    if (found == count && !(tops[i / part] > best[count - 1])) continue;
-    for (int64_t j = i; j < std::min(i + part, size); j += STEP) {
-      V some = all(-INFINITY);
-      for (int64_t k = j; k < j + STEP; k += LANES) some = larger(load(logits + k), some);
-      if (found == count && !has_larger(some, best[count - 1])) continue;
-      for (int64_t id = j; id < std::min(j + STEP, size); id++) insert(id);
+// Reads the logits of a row in parts: the `count` best, of equal ones the lower id first, and log(sum(exp)).
+class Selection {
+ public:
+  Selection(int64_t count, int64_t* ids, float* best) : count_(count), ids_(ids), best_(best) {}
+  float log_normalizer() const { return top_ + std::log(total_); }
+
+  // `logits` of ids from `first` on, padded by -inf.
+  void add(const float* logits, int64_t size, int64_t first) {
+    constexpr int64_t GROUP_SIZE = 8 * STEP, MOST_GROUPS = PART / GROUP_SIZE;
+    float tops[MOST_GROUPS], top = top_;  // most groups have no number that is among the best
+    for (int64_t i = 0; i < size; i += GROUP_SIZE) {
+      V highest = all(-INFINITY);
+      for (int64_t j = i; j < std::min(i + GROUP_SIZE, size); j += LANES) highest = larger(load(logits + j), highest);
+      top = std::max(top, tops[i / GROUP_SIZE] = largest_of(highest));
+    }
+    V total{};
+    float base = top > -INFINITY ? top : 0;
+    for (int64_t i = 0; i < size; i += LANES) total += exp_of(load(logits + i) - base);
+    total_ = (top > top_ ? total_ * std::exp(top_ - top) : total_) + sum_of(total);
+    top_ = top;
+    for (int64_t i = 0; i < size; i += GROUP_SIZE) {
+      if (found_ == count_ && !(tops[i / GROUP_SIZE] > best_[count_ - 1])) continue;
+      for (int64_t j = i; j < std::min(i + GROUP_SIZE, size); j += STEP) {
+        V some = all(-INFINITY);
+        for (int64_t k = j; k < j + STEP; k += LANES) some = larger(load(logits + k), some);
+        if (found_ == count_ && !has_larger(some, best_[count_ - 1])) continue;
+        for (int64_t k = j; k < std::min(j + STEP, size); k++) insert(first + k, logits[k]);
+      }
     }
   }
-}
+
+  static constexpr int64_t PART = 2048;  // tokens; the logits of many rows then stay in the cache
+
+ private:
+  void insert(int64_t id, float value) {
+    if (found_ == count_ && !(value > best_[count_ - 1])) return;
+    int64_t place = found_ < count_ ? found_++ : count_ - 1;
+    for (; place > 0 && best_[place - 1] < value; place--)
+      best_[place] = best_[place - 1], ids_[place] = ids_[place - 1];
+    best_[place] = value, ids_[place] = id;
+  }
+  int64_t count_, found_ = 0;
+  int64_t* ids_;
+  float* best_;
+  float top_ = -INFINITY, total_ = 0;
+};
 
 // All logits in order, for as many candidates as there are tokens.
 static void rank(const float* logits, int64_t size, int64_t count, int64_t* ids, float* best) {
@@ -327,23 +342,36 @@ void Batch::step(const int64_t* ids, const Candidates& to) {
       rows.push_back(source * width + w), read_ids.push_back(own[w]);
   }
   read(rows, read_ids.data());
-  int64_t size = model_->config.target_vocab, wide = padded(size), count = int64_t(rows.size());
+  int64_t size = model_->config.target_vocab, count = int64_t(rows.size()), d = model_->config.d_model;
+  bool needs_all = to.given || to.count > FEW;
+  int64_t part = needs_all ? size : Selection::PART, wide = padded(std::min(part, size));
   logits_.reserve(count * wide);
-  model_->projection(count, scratch_.x.get(), model_->config.d_model, {logits_.get(), wide}, scratch_.rounded);
-  for (int64_t i = 0; i < count; i++) {
-    float *logits = logits_.get() + i * wide, scale = model_->config.logit_scale;
-    if (scale != 1)
-      for (int64_t j = 0; j < wide; j += LANES) store(logits + j, load(logits + j) * scale);
-    std::fill(logits + size, logits + wide, -INFINITY);
-    int64_t row = rows[i], chosen = 0;
-    int64_t* best_ids = to.ids + row * to.count;
-    float *best = to.logits + row * to.count, ignored;
-    if (to.given || to.count > FEW) {
-      select(logits, size, 1, &chosen, &ignored, to.log_normalizers + row);
-      if (!to.given) rank(logits, size, to.count, best_ids, best);
-    } else {
-      select(logits, size, to.count, best_ids, best, to.log_normalizers + row);
+  std::vector<int64_t> chosen(needs_all ? count : 0);
+  std::vector<float> highest(needs_all ? count : 0);
+  std::vector<Selection> selections;
+  for (int64_t i = 0; i < count; i++)
+    selections.push_back(needs_all ? Selection(1, &chosen[i], &highest[i])
+                                   : Selection(to.count, to.ids + rows[i] * to.count, to.logits + rows[i] * to.count));
+  for (int64_t first = 0; first < size; first += part) {
+    int64_t own = std::min(part, size - first);
+    Target target{logits_.get(), wide};
+    target.first = first;
+    model_->projection.part(count, scratch_.x.get(), d, target, scratch_.rounded, own);
+    for (int64_t i = 0; i < count; i++) {
+      float *logits = logits_.get() + i * wide, scale = model_->config.logit_scale;
+      if (scale != 1)
+        for (int64_t j = 0; j < own; j += LANES) store(logits + j, load(logits + j) * scale);
+      std::fill(logits + own, logits + padded(own), -INFINITY);
+      for (int64_t at = 0; at < own; at += Selection::PART)
+        selections[i].add(logits + at, std::min(Selection::PART, own - at), first + at);
     }
+  }
+  for (int64_t i = 0; i < count; i++) {
+    const float* logits = logits_.get() + i * wide;
+    int64_t row = rows[i], *best_ids = to.ids + row * to.count;
+    float* best = to.logits + row * to.count;
+    to.log_normalizers[row] = selections[i].log_normalizer();
+    if (!to.given && needs_all) rank(logits, size, to.count, best_ids, best);
     Source& source = sources_[rows_[row].source];
     for (int64_t w = 0; w < width; w++) {
       if (w && !source.rows_are_equal) break;

@@ -88,7 +88,7 @@ void Linear::finish(int64_t panel, int64_t row, V (&sums)[M][P * VECTORS], const
       if (column >= width) continue;
       V v = sums[m][j] + load(bias + j * LANES);
       if (target.relu) v = v < 0 ? V{} : v;
-      int64_t at = (row + m) * target.stride + column;
+      int64_t at = (row + m) * target.stride + column - target.first;
       if (target.residual) v += load(target.residual + at) * target.residual_scale;
       store(target.out + at, v);
     }
@@ -163,12 +163,17 @@ void Linear::some_rows(int64_t rows, int64_t panel, const float* x, int64_t stri
 }
 
 void Linear::operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const {
-  if (lanes_) round(rows, x, stride, scratch);
-  int64_t panel = 0;
+  part(rows, x, stride, target, scratch, outputs);
+}
+
+void Linear::part(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch,
+                  int64_t count) const {
+  if (lanes_ && !target.first) round(rows, x, stride, scratch);
+  int64_t panel = target.first / PANEL, end = std::min(panels_, (target.first + count + PANEL - 1) / PANEL);
   if (rows == 1)  // more sums than one panel has, because each addition waits for the one before
-    for (; panel + 2 <= panels_; panel += 2)
+    for (; panel + 2 <= end; panel += 2)
       lanes_ ? byte_tile<1, 2>(panel, scratch, 0, target) : float_tile<1, 2>(panel, x, stride, 0, target);
-  for (; panel < panels_; panel++)
+  for (; panel < end; panel++)
     for (int64_t row = 0; row < rows; row += ROWS)
       some_rows<ROWS>(std::min<int64_t>(ROWS, rows - row), panel, x, stride, row, target, scratch);
 }

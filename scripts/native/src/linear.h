@@ -115,6 +115,7 @@ struct Target {
   bool relu = false;
   float* residual = nullptr;  // is added, times `residual_scale`; has the same stride
   float residual_scale = 1;
+  int64_t first = 0;  // the output at `out`
 };
 
 class Linear {
@@ -123,6 +124,8 @@ class Linear {
   Linear(const Tensor& weight, const float* bias);
   // out[rows, padded(outputs)] = x[rows, inputs] W^T + b. Values of `x` behind `inputs` are not used.
   void operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const;
+  // Only `count` outputs from that of the target on; the first part comes first, and later ones are of the same `x`.
+  void part(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch, int64_t count) const;
   int64_t inputs = 0, outputs = 0;
 
  private:

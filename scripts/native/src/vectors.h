@@ -88,7 +88,7 @@ inline bool has_larger(V v, float x) {
 
 // e^x by a polynomial (Cephes); NaN stays NaN.
 inline V exp_of(V x) {
-  x = x < -87.f ? all(-87.f) : x;
+  x = larger(all(-87.f), x);
   x = x > 88.f ? all(88.f) : x;
   const V magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
   V shifted = x * 1.44269504f + magic, whole = shifted - magic;
