@@ -82,10 +82,13 @@ class Fuzz:
         config: TransformerConfig = next(iter(CONFIGS.values()))
         for _ in range(calls):
             if not self.batches or self.rng.random() < 0.1:
-                made, width = ctypes.c_void_p(), int(self.rng.integers(1, 6))
-                if self.call("batch", model, self.size(width), ctypes.byref(made)):
+                made, width = ctypes.c_void_p(), self.size(int(self.rng.integers(1, 6)))
+                if self.call("batch", model, width, ctypes.byref(made)):
                     assert made.value
-                    self.batches.append((made.value, width, 0))
+                    if width < 100:
+                        self.batches.append((made.value, width, 0))
+                    else:
+                        self.library.free("batch", made.value)
                 continue
             self.on_batch(int(self.rng.integers(len(self.batches))), config)
         first = self.rng.random() < 0.5
