@@ -51,6 +51,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all axes reversed": lambda x: x.transpose(0, 2).T + 1,
     "the last axes swapped": lambda x: x.mT + 1,
     "square": lambda x: x.square() + 1,
+    "whole numbers and others from a fraction": lambda x: (1.5 - x.to(torch.int64)) * (2 - x),
     "a number as a tensor": lambda x: x + torch.tensor(0.5),
     "whole numbers": lambda x: x / 4 + torch.where(x > 1, 2.0, -3.0) + torch.where(x > 1, x, 5),
     "a product of two types, of which one is bool": lambda x: x * (x > 1),

@@ -215,6 +215,20 @@ def _square(node: Node) -> None:
     node.target, node.args = _ATEN.pow.Tensor_Scalar, (node.args[0], 2)
 
 
+def _subtract(node: Node) -> None:
+    # The exporter knows no `rsub`, and cannot convert whole numbers that are subtracted from a fraction.
+    source, dtype = node.all_input_nodes[0], node.meta["val"].dtype
+    if source.meta["val"].dtype != dtype:
+        with node.graph.inserting_before(node):
+            converted = node.graph.call_function(_ATEN._to_copy.default, (source,), {"dtype": dtype})
+        converted.meta["val"] = source.meta["val"].to(dtype)
+        node.replace_input_with(source, converted)
+    subtracted, number, *alpha = node.args
+    node.target, node.args = _ATEN.sub.Tensor, (number, subtracted)
+    if alpha:
+        node.kwargs = {"alpha": alpha[0]}
+
+
 def _transpose(node: Node) -> None:
     source = node.all_input_nodes[0]
     dims = list(range(source.meta["val"].dim()))
@@ -265,6 +279,7 @@ _REWRITES = {
     _ATEN.numpy_T.default: _transpose,
     _ATEN.mT.default: _transpose,
     _ATEN.square.default: _square,
+    _ATEN.rsub.Scalar: _subtract,
     _ATEN.flatten.using_ints: _flatten,
     _ATEN.unflatten.int: _unflatten,
 }
