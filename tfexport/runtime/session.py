@@ -140,7 +140,8 @@ class MultiStep(Protocol):
 class Beams:
     """The beam searches of all sources of a batch.
 
-    No option changes scores, except that short texts may not end. A step changes `running`, `scores`, `num_new` and `tokens`.
+    No option changes scores, except that short texts may not end. A step changes `running`, `scores`, `num_new` and
+    `tokens`.
     """
 
     num_candidates: int  # of each row, 1 … vocab
