@@ -213,7 +213,7 @@ def test_the_outcomes_are_those_of_the_code() -> None:
 
 KINDS = {
     "counter": "requests source_tokens target_tokens",
-    "gauge": "requests_running requests_waiting slots slots_used",
+    "gauge": "requests_running requests_waiting slots slots_used replicas replicas_ready",
     "histogram": "queue_seconds encode_seconds decode_step_seconds time_to_first_token_seconds "
     "time_per_output_token_seconds request_seconds align_seconds step_batch_size",
 }
