@@ -137,7 +137,7 @@ def saved_session(config: TransformerConfig, weights: dict[str, np.ndarray], fol
     return NativeSession(config, folder / WEIGHTS, library=compiled.fastest(once))
 
 
-def both_searches(session: Session, sources: Sequence[Sequence[int]], **options: Any) -> tuple[Any, Any]:
+def both_searches(session: Session, sources: Sequence[Sequence[int]], **options: Any) -> tuple[Any, Any, int]:
     """Decode with beam searches in the library and in Python; also return how often the library searched."""
     calls: list[int] = []
     found: list[Any] = []
@@ -157,8 +157,7 @@ def both_searches(session: Session, sources: Sequence[Sequence[int]], **options:
                 found.append(decode(session, sources, **options))
             except TfexportError as error:
                 found.append((type(error), str(error), error.indices))
-    assert calls, "the library did not search"
-    return found[0], found[1]
+    return found[0], found[1], len(calls)
 
 
 @pytest.mark.parametrize("name", ["std", "ssru", "average", "scaled"])
@@ -168,7 +167,7 @@ def test_beam_searches_are_those_of_python(name: str, once: Once, tmp_path: Path
     weights["enc.embed.weight"][7] = np.nan  # sources with this token fail
     sessions.append(saved_session(CONFIGS[name], weights, tmp_path / "broken", once))
     sources = st.lists(st.lists(st.integers(3, 19), min_size=1, max_size=18), min_size=1, max_size=9)
-    reasons = set[str]()
+    reasons, num_calls = set[str](), 0
 
     @given(
         sources=sources,
@@ -177,14 +176,18 @@ def test_beam_searches_are_those_of_python(name: str, once: Once, tmp_path: Path
         batch_size=st.sampled_from([2, 32]),
         seed=st.integers(0, 99),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60, deadline=None, derandomize=True)
     def check(sources: list[list[int]], config: DecodeConfig, short: bool, batch_size: int, seed: int) -> None:
+        nonlocal num_calls
         rng = np.random.default_rng(seed)
         if short:  # counts the start token and the prefix
             config = replace(config, min_new_tokens=0, min_length=min(7, config.max_new_tokens))
         prefixes = [rng.integers(12, 19, rng.integers(0, 4)).tolist() for _ in sources]
         for session in sessions:
-            inside, outside = both_searches(session, sources, config=config, prefixes=prefixes, batch_size=batch_size)
+            inside, outside, count = both_searches(
+                session, sources, config=config, prefixes=prefixes, batch_size=batch_size
+            )
+            num_calls += count
             assert inside == outside
             if isinstance(inside, list):
                 reasons.update(best.finish_reason for hypotheses in inside for best in hypotheses)
@@ -192,6 +195,7 @@ def test_beam_searches_are_those_of_python(name: str, once: Once, tmp_path: Path
                 reasons.add(inside[0].__name__)
 
     check()
+    assert num_calls >= 100
     assert reasons >= {"length", "BackendError"}
     assert "eos" in reasons or name == "average"
 
@@ -200,8 +204,7 @@ def test_beam_searches_are_those_of_python(name: str, once: Once, tmp_path: Path
 def test_beam_searches_with_other_options_stay_in_python(options: dict[str, Any], once: Once, tmp_path: Path) -> None:
     session = saved_session(CONFIGS["std"], parameters(CONFIGS["std"]), tmp_path / "model", once)
     config = DecodeConfig(num_beams=3, max_new_tokens=5, **options)
-    with pytest.raises(AssertionError, match="the library did not search"):
-        both_searches(session, [[5, 6]], config=config, text_of=lambda ids: "b" * len(ids))
+    assert both_searches(session, [[5, 6]], config=config, text_of=lambda ids: "b" * len(ids))[2] == 0
 
 
 def test_beam_searches_continue_in_the_library_after_steps_in_python(once: Once, tmp_path: Path) -> None:
