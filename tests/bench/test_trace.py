@@ -99,6 +99,7 @@ def test_phases_are_ranges_of_nvtx_if_it_is_installed(tmp_path: Path) -> None:
         "encode tfexport Encoder.run",
         "prefill tfexport Decoder.prefill",
         "reorder tfexport Decoder.reorder",
+        "select tfexport BeamSearch.follow_beams",
         "select tfexport BeamSearch.take",
         "select tfexport GreedySearch.follow",
         "select tfexport GreedySearch.take",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,10 +182,10 @@ def test_an_error_of_the_encoder_ends_the_engine() -> None:
     assert isinstance(bench.session, Ahead)
     bench.session.error = "no memory"
     worker = Worker(bench.session, bench.config, Observer(), lambda events: None, failures.append)
-    worker.waiting.put(bench.put(0))
-    while not bench.session.steps:
-        time.sleep(0.001)
-    worker.waiting.put(bench.put(1))
+    with contextlib.suppress(EngineFailed):
+        while worker.failure is None:  # until one arrives while another runs
+            worker.waiting.put(bench.put(0))
+            time.sleep(0.001)
     assert worker.join(30)
     assert isinstance(worker.failure, ValueError)
     assert not _encoder.COMPUTING

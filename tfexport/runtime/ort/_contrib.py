@@ -176,9 +176,11 @@ class ContribBatch(CheckedScoring):
             if not self._is_even:
                 self.lengths = self.lengths + ONE
             best = bound.token_ids[:, 0]
-            if banned_ids:
+            tokens = best.tolist()
+            if not banned_ids.isdisjoint(tokens):
                 best = bound.token_ids[np.arange(best.size), best_columns(bound.token_ids, banned_ids)]
-            if taken == steps or not stop_ids.isdisjoint(best.tolist()):
+                tokens = best.tolist()
+            if taken == steps or not stop_ids.isdisjoint(tokens):
                 break
             if self._longest == self._capacity:
                 bound = self._bound(num_candidates)
