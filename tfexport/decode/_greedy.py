@@ -267,8 +267,8 @@ class GreedySearch(Search):
     @phase("select")
     def follow(self, found: Candidates) -> None:
         token_ids, logits = found.token_ids[:, :, 0], found.logits[:, :, 0]
-        if self.banned_ids:
-            columns = best_columns(found.token_ids, self.banned_ids)[:, :, None]
+        if self.banned_ids and (columns := best_columns(found.token_ids, self.banned_ids)).any():
+            columns = columns[:, :, None]
             token_ids = np.take_along_axis(found.token_ids, columns, 2)[:, :, 0]
             logits = np.take_along_axis(found.logits, columns, 2)[:, :, 0]
         log_probs = logits - found.log_normalizer

@@ -163,7 +163,7 @@ class ContribBatch(CheckedScoring):
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
-        taken = 0
+        taken, watched = 0, stop_ids | banned_ids
         bound = self._bound(num_candidates)
         bound.target_ids[:, 0] = target_ids
         while True:
@@ -176,11 +176,11 @@ class ContribBatch(CheckedScoring):
             if not self._is_even:
                 self.lengths = self.lengths + ONE
             best = bound.token_ids[:, 0]
-            tokens = best.tolist()
-            if not banned_ids.isdisjoint(tokens):
+            is_stopped = False
+            if not watched.isdisjoint(best.tolist()):
                 best = bound.token_ids[np.arange(best.size), best_columns(bound.token_ids, banned_ids)]
-                tokens = best.tolist()
-            if taken == steps or not stop_ids.isdisjoint(tokens):
+                is_stopped = not stop_ids.isdisjoint(best.tolist())
+            if taken == steps or is_stopped:
                 break
             if self._longest == self._capacity:
                 bound = self._bound(num_candidates)
