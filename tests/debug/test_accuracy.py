@@ -66,6 +66,7 @@ def test_the_report_has_every_number(inner: Path) -> None:
     assert max(stage["error"] for stage in found["mended"]) < found["tolerance"]
 
 
+@pytest.mark.slow
 def test_an_overflow_that_stays_in_the_sum_of_layers(tmp_path: Path) -> None:
     found = diagnose(exported(tmp_path, "residual"), CONFIG)
     assert found.layers[0].layer == "model.enc.layers.0.ffn.fc2"

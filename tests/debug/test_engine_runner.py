@@ -100,7 +100,7 @@ def test_an_engine_finds_the_layers_that_rounding_finds(tmp_path: Path, gpu: Gpu
     assert found.fp32_layers == [FC1, FC2]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_every_stage_runs_in_its_types(tmp_path: Path, gpu: Gpu, precision: Precision) -> None:
     resolved = resolve_build(exported(tmp_path, "inner", "fp32"), replace(CONFIG, precision=precision), "cuda:1")
     (tmp_path / "graphs").mkdir()

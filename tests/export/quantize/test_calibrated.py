@@ -107,7 +107,7 @@ def test_ranges_are_those_of_the_model_on_the_recorded_texts(w8a8: Path) -> None
         assert scale * 127 == pytest.approx(largest[name], rel=5e-3), name
 
 
-@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+@pytest.mark.parametrize("name", ["w8a8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_held_out_dates_are_read(name: str, request: pytest.FixtureRequest) -> None:
     rows = [line.split("\t")[:2] for line in (DATES / "heldout.tsv").read_text(encoding="utf-8").splitlines()[:128]]
     with tfexport.load(request.getfixturevalue(name)) as model:  # chooses threads by the sizes of the weights
