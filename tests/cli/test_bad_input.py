@@ -177,7 +177,7 @@ def test_a_path_without_a_model_is_refused(
             ["--variants", "concat,concat"],
             ["variants is concat, concat, expected at least one of concat, static, contrib, each at most once"],
         ),
-        (["--opset", "99"], ["99 is not in the range 18<=x<=20", "onnx --help."]),
+        (["--opset", "99"], ["99 is not in the range 18<=x<=20", "onnx --help"]),
         (["--variants", ""], ["variants is empty"]),
         (["--precision", "bf16"], ["--no-verify"]),
     ],
@@ -246,7 +246,7 @@ def test_texts_from_a_pipe(raw: bytes, messages: list[str], dates_bundle: Path) 
         ("--max-new-tokens 17", ["decode: max_new_tokens is 17, above the limit of 16; lower max_new_tokens to 16"]),
         ("--min-new-tokens 17", ["decode: 17 new tokens are above the limit of 16; lower min_new_tokens"]),
         ("--forced-bos-token-id 388", ["forced_bos_token_id has 388, expected below the vocabulary of 388"]),
-        ("--num-beam 2", ["No such option", "generate --help."]),
+        ("--num-beam 2", ["No such option", "generate --help"]),
         ("--batch-size 0", ["0 is not in the range x>=1"]),
     ],
 )

@@ -37,7 +37,7 @@ def copy(dates_bundle: Path, tmp_path: Path) -> Path:
 def test_standard_input_that_is_closed(dates_bundle: Path) -> None:
     for more in ((), ("--input", "-")):
         done = shell("generate", dates_bundle, *more, redirect="<&-")
-        refuses(done, "No text was given, and standard input is closed; add TEXT, or --input FILE.")
+        refuses(done, "No text was given, and standard input is closed; add TEXT, or --input FILE")
     assert shell("generate", dates_bundle, "3. März 2026", redirect="<&-").stdout == "2026-03-03\n"
 
 

@@ -110,8 +110,8 @@ def _stdout_fails() -> bool:
 
 def _one_line(error: click.ClickException) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    advice = f" See {context.command_path} --help." if context else ""
-    return printable(" ".join(error.format_message().split()) + advice)
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return printable(f"{message}; see {context.command_path} --help" if context else message)
 
 
 class Terminated(SystemExit):
