@@ -402,10 +402,8 @@ class Engine:
         model, now = served.model, time.monotonic()
         text_of = model.tokenizer.decode if model.tokenizer else None
 
-        prefixes = None if isinstance(prefix, list | tuple) and not prefix else [prefix]
-
         def checked(sources: list[Any]) -> Request:
-            (request,) = check_requests(model.session, sources, decoding, prefixes, text_of, num_fixed)
+            (request,) = check_requests(model.session, sources, decoding, [prefix], text_of, num_fixed)
             request.stream = bool(stream)
             return request
 

@@ -64,8 +64,6 @@ def bounded(message: str) -> str:
 
 def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, Any]:
     """Check timeouts; return the arguments of `Engine.submit`, which checks the rest."""
-    if not parameters:
-        return {"timeout_s": max_timeout_s}
     options = {name: value for name, value in parameters.items() if name in DECODING or name in ("prefix", "priority")}
     timeouts = {name: value for name, value in parameters.items() if name in _TIMEOUTS}
     problems = [f"unknown parameter {shortened(name)}" for name in parameters if name not in options | timeouts]

@@ -111,8 +111,7 @@ async def generate_stream(request: Request, name: str, data: schemas.GenerateReq
 
 def _submit(request: Request, name: str, data: schemas.GenerateRequest, *, stream: bool) -> Submitted:
     service = service_of(request)
-    given = data.parameters.model_dump(exclude_unset=True) if data.parameters is not schemas.NO_PARAMETERS else {}  # type: ignore[attr-defined]
-    options = arguments(given, service.config.max_timeout_s)
+    options = arguments(data.parameters.model_dump(exclude_unset=True), service.config.max_timeout_s)  # type: ignore[attr-defined]
     return submit(service.loaded_engine(name), data.source, options, stream=stream)
 
 
