@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,8 +116,7 @@ def test_every_stage_runs_in_its_types(tmp_path: Path, gpu: Gpu, precision: Prec
 
 
 def test_an_engine_that_is_refused_has_the_reason(tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses: Callable[[bytes], None] = lambda plan: None  # noqa: E731
-    runtime = SimpleNamespace(deserialize_cuda_engine=refuses)
+    runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: None)
     monkeypatch.setattr(Library, "runtime", lambda library, log: runtime)
     with pytest.raises(EngineError, match="cannot be loaded"):
         diagnose(exported(tmp_path, "inner"), CONFIG, device="cuda:1")

@@ -43,7 +43,10 @@ async def test_requests_go_to_the_replica_with_the_fewest_rows(
     go_on = threading.Event()
     before_steps(monkeypatch, lambda _: go_on.wait(60))
     async with serving(dates_bundle, options=TWO, slots=4) as engine:
-        loads = lambda: [served.load for served in engine._served]  # noqa: E731
+
+        def loads() -> list[int]:
+            return [served.load for served in engine._served]
+
         asked = [engine.submit(texts[0], num_beams=4)]
         assert loads() == [4, 0]
         asked += [engine.submit(text) for text in texts[1:4]]

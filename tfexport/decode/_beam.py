@@ -27,7 +27,7 @@ from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import ONE, Beams, BeamSteps, Candidates, Floats, Ids, Mask, rows_of
 
 # Most steps at once, for which the history gets room.
-MOST_STEPS = 64
+_MOST_STEPS = 64
 _SCORE = attrgetter("score")
 
 
@@ -106,7 +106,7 @@ class BeamSearch(Search):
         self._steps_left = int((self._limits - self._num_new).min()) if sources.size else 0
 
     def steps_ahead(self) -> int:
-        return min(self._steps_left, MOST_STEPS)
+        return min(self._steps_left, _MOST_STEPS)
 
     def beams(self, steps: int) -> Beams | None:
         wanted, before = self.num_candidates(), self._processors.steps_before_end(self.history, self._num_new)

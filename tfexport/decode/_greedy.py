@@ -254,9 +254,10 @@ class GreedySearch(Search):
         return not self._samples and all(kind.processors.leave_best for kind in self._choosing)
 
     def steps_ahead(self) -> int:
+        self.banned_ids = frozenset()
         if not self.follows_best or self._has_stops:
             return 1
-        steps, self.banned_ids = int((self._limits - self._num_new).min()), frozenset()
+        steps = int((self._limits - self._num_new).min())
         if len(self._kinds) == len(self._choosing) == 1:
             processors = self._choosing[0].processors
             before = processors.steps_before_end(self.history, self._num_new)

@@ -17,7 +17,9 @@ from tfexport.errors import ConfigError
 if sys.platform != "win32":
     import resource
 
-BACKLOG = 2048  # connections that wait to be accepted; files of those that are being accepted, refused or secured
+# Connections that the system queues, and files for those that are not counted yet: being accepted, refused or in the
+# TLS handshake.
+BACKLOG = 2048
 _OWN_FILES = 40  # of the process itself: libraries, logs, bundles while they are loaded
 _REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 MAX_HEAD_BYTES = 2**16  # of one request, in addition to the first read of a socket

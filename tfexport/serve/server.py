@@ -64,11 +64,12 @@ class Server:
         app = build_app(self._engines, http, metrics)
         self._service, self._config, self._report = app.state.service, config, report
         self._tokens = BearerTokens(app, config.token_file) if config.token_file else None
+        # Half of the files that are left is for TLS handshakes, half for new connections: asyncio accepts `backlog` of
+        # them in one turn of the event loop, and closes one that is refused within four.
         left = reserve_files(config.max_connections)
         settings = uvicorn.Config(
             self._tokens or app,
             http=limited(config.max_connections),
-            # Accepted in one turn of the event loop; a connection that is refused is closed within four.
             backlog=max(1, left // 8),
             ws="none",
             lifespan="off",

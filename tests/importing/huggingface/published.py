@@ -92,7 +92,7 @@ def load(folder: Path) -> Any:
     config = json.loads((folder / "config.json").read_text())
     model = getattr(transformers, CLASSES[config["model_type"]]).from_pretrained(folder).double().eval()
     if config["model_type"] == "umt5":
-        # transformers 5.3 to 5.23 scale its logits whatever the file says; the published ones were trained without.
+        # transformers 5.3 to 5.23 scale its logits regardless of config.json; the published ones were trained without.
         model.config.tie_word_embeddings = config.get("tie_word_embeddings", True)
     return model
 

@@ -158,10 +158,8 @@ class NativeBatch(CheckedScoring):
         places = np.arange(rows), self.lengths
         check_step(self._spec, self.lengths, beams.tokens[places], beams.num_candidates, steps)
         room, states = beams.tokens.shape[1], np.zeros(rows // self.width, np.int64)
-        ends, early = (
-            np.array(beams.end_ids, np.int64),
-            2 if beams.early_stopping == "never" else int(beams.early_stopping),
-        )
+        ends = np.array(beams.end_ids, np.int64)
+        early = 2 if beams.early_stopping == "never" else int(beams.early_stopping)
         numbers, ids = np.empty((2, most), np.int64), np.empty((most, room), np.int64)
         values = np.empty((2, most), np.float32)
         state = (ends, beams.divisors, beams.limits, beams.shortest, beams.num_new, states, beams.tokens)

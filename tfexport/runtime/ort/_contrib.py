@@ -116,14 +116,13 @@ class ContribBatch(CheckedScoring):
 
     def _add_sources(self, sources: Sources) -> None:
         lengths, first = sources.lengths, self._num_sources
-        runs: Iterable[tuple[Ids, list[Array]]] = ()
+        runs: Iterable[tuple[Ids, list[Array]]]
         if isinstance(sources, EncodedSources):
-            runs = sources.runs
+            runs, has_one = sources.runs, False
         else:
-            rows_of_runs = encoder_runs(lengths)
-            if first or len(rows_of_runs) > 1:
-                runs = ((rows, self._encode(sources.take(rows))) for rows in rows_of_runs)
-        if runs:
+            each = encoder_runs(lengths)
+            runs, has_one = ((rows, self._encode(sources.take(rows))) for rows in each), len(each) == 1
+        if first or not has_one:
             self._reserve_sources(first + len(lengths), int(lengths.max()))
             for rows, parts in runs:
                 longest, places = lengths[rows[0]], first + rows

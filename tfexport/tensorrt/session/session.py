@@ -68,7 +68,10 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         _log.warning(
             "engine %s: its largest batch needs about %.0f MB, and cuda:%d has %.0f MB free; use smaller batches or "
             "shorter texts, or build it with a smaller --max-batch or --max-target-length",
-            *(engine.path.name, largest / 1e6, number, free / 1e6),
+            engine.path.name,
+            largest / 1e6,
+            number,
+            free / 1e6,
         )
     return session
 
