@@ -40,7 +40,6 @@ print(json.dumps({"options": dict(int8_session_options()), "ids": ids}))
 """
 
 
-@pytest.mark.slow
 def test_int8_bundles_give_equal_token_ids_without_vnni(once: Callable[[str, Callable[[Path], object]], Path]) -> None:
     def bundle(optimize_for: Any) -> str:
         config = ExportConfig(precision="int8", optimize_for=optimize_for, variants=("contrib",))
