@@ -13,13 +13,17 @@ from tests.decode.scripted import ScriptedSession
 from tests.serve.test_scheduler import Bench
 from tfexport.decode.request import Status
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import DeadlineExceeded, EngineFailed
+from tfexport.errors import DeadlineExceeded, EngineFailed, QueueFull
 from tfexport.runtime.sources import Sources
 from tfexport.serve import _encoder
 from tfexport.serve._scheduler import Worker
 from tfexport.serve.observer import Observer
 
 THREAD = "tfexport-encoder"
+
+
+def encoder_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == THREAD}
 
 
 class Ahead(ScriptedSession):
@@ -62,12 +66,18 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bench() -> Iterator[AheadBench]:
+def before() -> set[threading.Thread]:
+    """Give the threads of servers that other tests of this process share."""
+    return encoder_threads()
+
+
+@pytest.fixture
+def bench(before: set[threading.Thread]) -> Iterator[AheadBench]:
     bench = AheadBench(slots=8)
     yield bench
     bench.go_on.set()
     bench.scheduler.close()
-    assert THREAD not in [thread.name for thread in threading.enumerate()]
+    assert encoder_threads() <= before
 
 
 def test_running_requests_take_steps_while_sources_are_encoded(bench: AheadBench) -> None:
@@ -92,13 +102,13 @@ def test_running_requests_take_steps_while_sources_are_encoded(bench: AheadBench
     assert len(bench.done) == 5
 
 
-def test_a_lone_request_starts_no_thread(bench: AheadBench) -> None:
+def test_a_lone_request_starts_no_thread(bench: AheadBench, before: set[threading.Thread]) -> None:
     for number in range(3):
         bench.put(number, max_new_tokens=3)
         bench.run()
     assert bench.ahead == []
     assert bench.session.encoded == [(1, 3)] * 3
-    assert THREAD not in [thread.name for thread in threading.enumerate()]
+    assert encoder_threads() <= before
 
 
 def test_no_second_thread_takes_the_core_of_another_engine(bench: AheadBench) -> None:
@@ -177,17 +187,17 @@ def test_results_do_not_depend_on_where_sources_are_encoded(bench: AheadBench) -
     assert plain.session.encoded
 
 
-def test_an_error_of_the_encoder_ends_the_engine() -> None:
+def test_an_error_of_the_encoder_ends_the_engine(before: set[threading.Thread]) -> None:
     bench, failures = AheadBench(slots=8), list[EngineFailed]()
     assert isinstance(bench.session, Ahead)
     bench.session.error = "no memory"
     worker = Worker(bench.session, bench.config, Observer(), lambda events: None, failures.append)
-    with contextlib.suppress(EngineFailed):
-        while worker.failure is None:  # until one arrives while another runs
-            worker.waiting.put(bench.put(0))
-            time.sleep(0.001)
+    while worker.failure is None:  # until one arrives while another runs
+        with contextlib.suppress(EngineFailed, QueueFull):
+            worker.waiting.put(bench.job(0))
+        time.sleep(0.001)
     assert worker.join(30)
     assert isinstance(worker.failure, ValueError)
     assert not _encoder.COMPUTING
     assert len(failures) == 1
-    assert THREAD not in [thread.name for thread in threading.enumerate()]
+    assert encoder_threads() <= before

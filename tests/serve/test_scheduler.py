@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,12 +31,15 @@ class Bench:
         self.scheduler = Scheduler(self.session, self.queue, self.config, Observer())
         self.done: dict[int, object] = {}
 
-    def put(
+    def job(
         self, number: int, *, source_len: int = 3, priority: float = 0.0, deadline: float = 1e99, **options: object
     ) -> Generation:
         config = DecodeConfig.from_dict(options)
         (request,) = check_requests(self.session, [[5] * source_len], config)
-        job = Generation(dataclasses.replace(request, text=number), number * 1e-3, priority, deadline)
+        return Generation(dataclasses.replace(request, text=number), number * 1e-3, priority, deadline)
+
+    def put(self, number: int, **options: Any) -> Generation:
+        job = self.job(number, **options)
         self.queue.put(job)
         return job
 
