@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tfexport.runtime.cpu import available_cores
+from tfexport.runtime.cpu import available_cores, share_cores
 
 ALLOWED = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(not ALLOWED, reason="this system has no affinity or quotas")
@@ -66,6 +66,13 @@ def test_a_quota_of_the_first_version_of_control_groups(root: Path, quota: str, 
     write(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", f"{quota}\n")  # the container sees its own group as the root
     write(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
     assert available_cores(root) == (cores or len(ALLOWED))
+
+
+@pytest.mark.parametrize(("processes", "cores"), [(1, len(ALLOWED)), (2, max(1, len(ALLOWED) // 2)), (10_000, 1)])
+def test_processes_share_the_cores(root: Path, monkeypatch: pytest.MonkeyPatch, processes: int, cores: int) -> None:
+    monkeypatch.setattr("tfexport.runtime.cpu._sharing", 1)
+    share_cores(processes)
+    assert available_cores(root) == cores
 
 
 def test_this_machine_has_at_least_one_core() -> None:

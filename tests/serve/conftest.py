@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-from collections.abc import Iterator
+import ssl
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,17 @@ def no_thread_is_left() -> Iterator[None]:
     for thread in engine_threads():
         thread.join(5)
         assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, Sequence[object]]:
+    """Return a context that trusts a new certificate, and the options that serve it."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    try:
+        subprocess.run([*made.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl, which makes a certificate, is not installed")
+    options = ("--threads", 1, "--tls-cert", certificate, "--tls-key", key)
+    return ssl.create_default_context(cafile=certificate), options

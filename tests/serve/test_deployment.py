@@ -56,7 +56,7 @@ def exposed() -> set[str]:
     metrics = Metrics()
     metrics.observer("m")
     metrics.engines = {"m": Engine("m")}
-    text = metrics.expose("")[0].decode()
+    text = metrics.measured().expose("")[0].decode()
     names = set(re.findall(r"^(\w+)[{ ]", text, re.MULTILINE))
     return names | set(re.findall(r"^# TYPE (\w+) gauge$", text, re.MULTILINE))
 
@@ -237,7 +237,7 @@ def metrics(dates_bundle: Path) -> Metrics:
 
 
 def test_the_names_types_and_labels_are_those_of_the_documentation(metrics: Metrics) -> None:
-    body, kind = metrics.expose("text/plain")
+    body, kind = metrics.measured().expose("text/plain")
     assert kind.startswith("text/plain")
     found = parser.text_string_to_metric_families(body.decode())
     families = {family.name: family for family in found if not family.name.endswith("_created")}
@@ -251,7 +251,7 @@ def test_the_names_types_and_labels_are_those_of_the_documentation(metrics: Metr
 
 def test_everything_is_counted(metrics: Metrics) -> None:
     def total(name: str) -> float:
-        return metrics.total(f"tfexport_{name}", "dates")
+        return metrics.measured().total(f"tfexport_{name}", "dates")
 
     assert total("requests_total") == total("request_seconds_count") == 3
     assert total("queue_seconds_count") == total("time_to_first_token_seconds_count") == 3
@@ -265,4 +265,4 @@ def test_everything_is_counted(metrics: Metrics) -> None:
 
 
 def test_promtool_finds_no_problem(metrics: Metrics) -> None:
-    assert tool("promtool", "check", "metrics", directory=FILES, stdin=metrics.expose("")[0].decode()) == ""
+    assert tool("promtool", "check", "metrics", directory=FILES, stdin=metrics.measured().expose("")[0].decode()) == ""

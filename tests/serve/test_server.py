@@ -353,20 +353,6 @@ def test_a_missing_package_is_named_with_its_extra(dates_bundle: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
 
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, Sequence[object]]:
-    """Return a context that trusts a new certificate, and the options that serve it."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    try:
-        subprocess.run([*made.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl, which makes a certificate, is not installed")
-    options = ("--threads", 1, "--tls-cert", certificate, "--tls-key", key)
-    return ssl.create_default_context(cafile=certificate), options
-
-
 def test_tls_refuses_plain_http(
     dates_bundle: Path, tls: tuple[ssl.SSLContext, Sequence[object]], tmp_path: Path
 ) -> None:

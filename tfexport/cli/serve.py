@@ -43,15 +43,19 @@ def serve(bundles: tuple[str, ...], loading: dict[str, Any], log_level: str, acc
     A model is named NAME, or after the directory of its bundle. SIGHUP loads every bundle again from its path, except
     on Windows.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
+    config = config_of(ServerConfig, options)
+    process = "[%(process)d] " if config.processes > 1 else ""
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s {process}%(message)s", level=log_level.upper())
     if log_level != "debug":  # they log each start, stop and malformed request
         for name in ("uvicorn.error", "python_multipart"):
             logging.getLogger(name).setLevel(logging.ERROR)
     from tfexport.serve.server import Server
 
-    server = Server(
+    if config.processes > 1:
+        from tfexport.serve._processes import Processes
+    server = (Server if config.processes == 1 else Processes)(
         named_bundles(bundles),
-        config_of(ServerConfig, options),
+        config,
         serving=config_of(ServingConfig, options),
         http=config_of(HttpConfig, options),
         report=lambda line: click.echo(printable(line)),

@@ -14,6 +14,7 @@ from tfexport.bundle.bundle import Bundle
 from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 
 _ROOT = Path("/")
+_sharing = 1  # processes of a server that share the cores
 # More cores than any machine has. A process with too many threads runs out of memory.
 MAX_THREADS = 1024
 # Tokens times weights of a run that one thread computes as fast as two, which have to wake or to wait for each other.
@@ -123,14 +124,22 @@ def tensor_header(path: Path) -> tuple[int, dict[str, Any]]:
 def available_cores(root: Path = _ROOT) -> int:
     """Count the cores that this process may use, within the limit of its container.
 
+    After `share_cores` these are its share of them, but at least one.
+
     Two hyperthreads of a core count once, because they share its arithmetic units. A quota (`docker --cpus`,
     `limits.cpu` of Kubernetes) is rounded down, because a process that exceeds it is paused, and waiting threads count.
     """
     if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
+        return max(1, (os.cpu_count() or 1) // _sharing)
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = len({_read(root / siblings.format(cpu)) or str(cpu) for cpu in os.sched_getaffinity(0)})
-    return max(1, int(min([cores, *_quotas(root)])))
+    return max(1, int(min([cores, *_quotas(root)])) // _sharing)
+
+
+def share_cores(processes: int) -> None:
+    """Count only a share of the cores, if several processes of a server use them."""
+    global _sharing  # noqa: PLW0603 - a fact about the process
+    _sharing = processes
 
 
 def instruction_sets() -> list[str]:

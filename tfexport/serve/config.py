@@ -1,6 +1,7 @@
 """Define the settings of serving: engine, request limits, HTTP app, server."""
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -71,6 +72,9 @@ class ServerConfig(Config, subject="server"):
 
     host: Annotated[str, Help("Address to listen on; 0.0.0.0 for all addresses of the machine.")] = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65_535), Help("Port to listen on; 0 selects a free one.")] = 8000
+    processes: Annotated[
+        int, Ge(1), Le(256), Help("Processes that answer requests. Each loads the models; limits are per process.")
+    ] = 1
     max_connections: Annotated[int, Ge(1), Le(1_000_000), Help("Maximum open connections; more get 503.")] = 1000
     drain_delay_s: Annotated[
         float, Ge(0), Le(3600), Help("Seconds after SIGTERM in which the server is not ready, but accepts requests.")
@@ -83,6 +87,8 @@ class ServerConfig(Config, subject="server"):
     def _problems(self) -> Iterator[str]:
         if self.tls_key and not self.tls_cert:
             yield "tls_key is set without tls_cert; set both"
+        if self.processes > 1 and sys.platform != "linux":
+            yield f"processes is {self.processes}, but only Linux supports several; start servers on other ports"
 
 
 def named_bundles(arguments: Sequence[str]) -> dict[str, Path]:

@@ -10,7 +10,8 @@ import logging
 import time
 import typing
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
@@ -26,7 +27,7 @@ from tfexport.serve._served import outcome_of
 from tfexport.serve.config import HttpConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.inference import InvalidRequestError, Submitted, bounded, numbered
-from tfexport.serve.metrics import Metrics
+from tfexport.serve.metrics import Measured, Metrics
 from tfexport.serve.observer import Outcome
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,39 @@ def unavailable(message: str) -> RequestError:
     return RequestError(503, message, {"Retry-After": str(RETRY_AFTER_S)})
 
 
+@dataclass(frozen=True)
+class Health:
+    """The state of one process of a server."""
+
+    is_alive: bool
+    is_leaving: bool
+    ready: Mapping[str, bool]  # by model
+
+
 class Service:
     """The engines of an app, by model name; their owner starts and drains them."""
 
     def __init__(self, engines: Mapping[str, Engine], config: HttpConfig, metrics: Metrics | None) -> None:
         self.engines, self.config, self.metrics = engines, config, metrics
         self.is_leaving = False  # a draining server reports not ready but still answers
+
+    async def everywhere(self, method: Literal["health", "measured"]) -> list[Any]:
+        """Return the result of a method in each process of the server.
+
+        This service is of the only process.
+        """
+        return [getattr(self, method)()]
+
+    def health(self) -> Health:
+        """Return the state of this process."""
+        engines = self.engines
+        is_alive = all(engine.is_alive for engine in engines.values())
+        return Health(is_alive, self.is_leaving, {name: engine.is_ready for name, engine in engines.items()})
+
+    def measured(self) -> Measured:
+        """Return the metrics of this process."""
+        assert self.metrics, "without metrics, no endpoint asks for them"
+        return self.metrics.measured()
 
     def model_name(self, name: str | None) -> str:
         """Return the model name of a request; None selects the only model."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import operator
 import threading
 from bisect import bisect_left
+from collections import Counter as Sums
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, exposition
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from tfexport.decode.result import FinishReason
 from tfexport.serve.engine import Engine
@@ -40,6 +45,45 @@ _GAUGES = {
     "tfexport_replicas": ("Devices that the model is loaded on.", "num_replicas"),
     "tfexport_replicas_ready": ("Replicas that have not failed and make progress.", "num_replicas_ready"),
 }
+
+
+@dataclass(frozen=True)
+class Measured(Collector):
+    """The values of metrics at one time, of a process or of all processes of a server."""
+
+    families: Sequence[Metric]
+    failed_s: Mapping[str, float]  # total time of requests without an answer, by model
+
+    def collect(self) -> Sequence[Metric]:
+        """Return the metrics."""
+        return self.families
+
+    def total(self, metric: str, model: str) -> float:
+        """Return the sum of a model's samples with this metric name."""
+        samples = (sample for family in self.families for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == metric and sample.labels["model"] == model)
+
+    def expose(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics and their content type, as the Accept header requests."""
+        encode, media_type = exposition.choose_encoder(accept)
+        return encode(self), media_type
+
+
+def added(processes: Sequence[Measured]) -> Measured:
+    """Add the samples of several processes that agree in name and labels."""
+    families: dict[str, tuple[Metric, dict[object, Sample]]] = {}
+    for family in itertools.chain.from_iterable(measured.families for measured in processes):
+        _, samples = families.setdefault(family.name, (copy.copy(family), {}))
+        for sample in family.samples:
+            key, add = (sample.name, *sample.labels.items()), operator.add
+            if sample.name.endswith("_created"):  # a time
+                add = min
+            value = add(samples[key].value, sample.value) if key in samples else sample.value
+            samples[key] = sample._replace(value=value)
+    for total, samples in families.values():
+        total.samples = list(samples.values())
+    failed_s = sum((Sums(measured.failed_s) for measured in processes), Sums[str]())
+    return Measured([total for total, _ in families.values()], failed_s)
 
 
 class Metrics(Collector):
@@ -81,15 +125,10 @@ class Metrics(Collector):
                 gauge.add_metric((model,), getattr(engine, attribute))
             yield gauge
 
-    def total(self, metric: str, model: str) -> float:
-        """Return the sum of a model's samples with this metric name."""
-        samples = (sample for family in self.registry.collect() for sample in family.samples)
-        return sum(sample.value for sample in samples if sample.name == metric and sample.labels["model"] == model)
-
-    def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their content type, as the Accept header requests."""
-        encode, media_type = exposition.choose_encoder(accept)
-        return encode(self.registry), media_type
+    def measured(self) -> Measured:
+        """Return the current values."""
+        failed_s = {model: observer.failed_s for model, observer in self._observers.items()}
+        return Measured(list(self.registry.collect()), failed_s)
 
 
 class _Repeated:

@@ -32,6 +32,7 @@ from tfexport.serve.middleware import BearerTokens
 logger = logging.getLogger(__name__)
 # With Python's default of 5 ms, the event loop and the engines' threads wait for each other longer than a step takes.
 SWITCH_INTERVAL_S = 0.0005
+IGNORED = "SIGHUP: ignored while bundles are loading or the server is stopping; send it later"
 GRACE_S = 2  # for clients to read the last responses
 # By default, the kernel buffers megabytes per connection if the client does not read.
 SEND_BUFFER_BYTES = 128 * 1024
@@ -119,7 +120,7 @@ class Server:
                 self._uvicorn.should_exit = True
                 await serving
             if self._must_leave:
-                _leave(0 if is_done else 1)
+                leave(0 if is_done else 1)
             return is_done
 
     async def _load(self) -> None:
@@ -128,7 +129,7 @@ class Server:
             for name, engine in self._engines.items():
                 await engine.start()
                 self._report(_model_line(name, engine))
-            _warn_of_threads(self._engines.values())
+            _warn_of_threads(self._engines.values(), self._config.processes)
         except TfexportError:
             await asyncio.gather(*(engine.drain(0) for engine in self._engines.values()))
             raise
@@ -197,9 +198,9 @@ class Server:
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
         if self._is_stopping:
-            _leave(128 + number, f"{signal.Signals(number).name} again: aborted")
+            leave(128 + number, f"{signal.Signals(number).name} again: aborted")
         if self._loading:
-            _leave(0, f"{signal.Signals(number).name}: stopped before it was ready")
+            leave(0, f"{signal.Signals(number).name}: stopped before it was ready")
         self._is_stopping = self._service.is_leaving = True
         self._loop.call_soon_threadsafe(self._stop.set)
 
@@ -208,7 +209,7 @@ class Server:
 
     def _begin_reload(self) -> None:
         if self._loading or self._is_stopping or (self._reloading and not self._reloading.done()):
-            logger.warning("SIGHUP: ignored while bundles are loading or the server is stopping; send it later")
+            logger.warning(IGNORED)
         else:
             self._reloading = asyncio.create_task(self._reload())
 
@@ -248,7 +249,7 @@ def _logged_errors(subject: str) -> Iterator[None]:
         logger.error("%s: not reloaded, the old one stays in use: %s", subject, error)
 
 
-def _leave(code: int, line: str = "") -> NoReturn:
+def leave(code: int, line: str = "") -> NoReturn:
     """End the process without waiting for its threads."""
     with contextlib.suppress(OSError, RuntimeError):  # a signal may arrive while a line is written
         sys.stdout.flush()
@@ -257,12 +258,13 @@ def _leave(code: int, line: str = "") -> NoReturn:
     os._exit(code)
 
 
-def _warn_of_threads(engines: Collection[Engine]) -> None:
+def _warn_of_threads(engines: Collection[Engine], processes: int) -> None:
     cores = available_cores()
     used = sum(engine.model.threads.decoder * engine.num_replicas for engine in engines if engine.model.threads)
     if used > cores:
         remedy = f"set --threads {max(1, cores // sum(engine.num_replicas for engine in engines))}"
-        logger.warning("the models use %d threads on %d cores, which is slow under load; %s", used, cores, remedy)
+        share = f"{cores} cores" + " of each process" * (processes > 1)
+        logger.warning("the models use %d threads on %s, which is slow under load; %s", used, share, remedy)
 
 
 def _model_line(name: str, engine: Engine) -> str:

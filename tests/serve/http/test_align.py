@@ -118,9 +118,9 @@ async def test_every_alignment_is_counted_by_its_outcome(
         assert (drained.status_code, drained.headers["retry-after"]) == (503, "1")
         expected = {"ok": MAX_WAITING + 2, "invalid": 2, "queue_full": 1, "cancelled": 1, "draining": 1}
         assert {outcome: counted(outcome) for outcome in expected} == expected
-        assert served.metrics.total("tfexport_requests_total", "dates") == sum(expected.values())
-        assert served.metrics.total("tfexport_align_seconds_count", "dates") == MAX_WAITING + 1
-        assert served.metrics.total("tfexport_request_seconds_count", "dates") == 1
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == sum(expected.values())
+        assert served.metrics.measured().total("tfexport_align_seconds_count", "dates") == MAX_WAITING + 1
+        assert served.metrics.measured().total("tfexport_request_seconds_count", "dates") == 1
         (statistics,) = (await served.client.get("/v2/models/dates/stats")).json()["model_stats"]
         assert statistics["inference_stats"]["success"]["count"] == MAX_WAITING + 2
         assert statistics["inference_stats"]["fail"]["count"] == 5

@@ -42,7 +42,7 @@ async def test_every_kind_of_input_gets_the_vectors_of_the_model(encoder: Model)
                 if kind == "base64":
                     vectors = [np.frombuffer(base64.b64decode(vector), "<f4") for vector in vectors]
                 np.testing.assert_allclose(vectors, encoder.embed(sources), rtol=1e-5, atol=1e-6)
-        assert served.metrics.total("tfexport_request_seconds_count", "dates") == 8
+        assert served.metrics.measured().total("tfexport_request_seconds_count", "dates") == 8
         assert (await served.client.get("/readyz")).status_code == 200
         assert "encoder" in (await served.client.get("/page/models")).text
 
@@ -68,7 +68,7 @@ async def test_bad_input_is_refused_and_counted() -> None:
             error = (answer := await served.client.post("/v1/embeddings", json=data)).json()["error"]
             assert (answer.status_code, error["type"]) == (400 + 4 * ("model" in data), "invalid_request_error")
             assert why in error["message"]
-        assert served.metrics.total("tfexport_requests_total", "dates") == len(WRONG) - 1
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == len(WRONG) - 1
         check(await served.post("generate", {"text_input": "w5"}), 400, "no decoder")
     async with serving(ENCODER.with_name("fp32")) as served:
         answer = await served.client.post("/v1/embeddings", json={"input": "w5"})

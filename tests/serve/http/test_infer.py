@@ -176,7 +176,7 @@ async def test_wrong_tensors_are_400_with_the_reason(serve: Serve) -> None:
             assert answer.status_code == 400, (data, answer.text)
             assert why in answer.json()["error"]
             assert len(answer.content) < 1200
-        assert served.metrics.total("tfexport_requests_total", "dates") == len(WRONG)
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == len(WRONG)
 
 
 @pytest.mark.parametrize(

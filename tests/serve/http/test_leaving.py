@@ -59,7 +59,7 @@ async def test_a_client_that_disconnects_frees_its_rows(
         assert [json.loads(one.body)["text_output"] for one in stay] == [
             model.generate([text], min_new_tokens=10)[0].text for text in texts[1:4]
         ]
-        assert served.metrics.total("tfexport_requests_total", "dates") == 4
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == 4
         assert served.engine.num_slots_used == served.engine.num_running == 0
         assert b"finish_reason" not in gone.body
 
@@ -79,7 +79,9 @@ async def test_a_client_that_disconnects_leaves_the_queue(
         assert (served.engine.num_waiting, waits.status) == (0, 499)
         first.leave()
         await tasks[0]
-        assert served.metrics.total("tfexport_source_tokens_total", "dates") <= 64  # the second one never joined
+        assert (
+            served.metrics.measured().total("tfexport_source_tokens_total", "dates") <= 64
+        )  # the second one never joined
 
 
 async def test_a_client_that_disconnects_during_the_body_is_dropped(serve: Serve) -> None:
@@ -87,9 +89,9 @@ async def test_a_client_that_disconnects_during_the_body_is_dropped(serve: Serve
         one = asked("3 May 1999")
         one.leave_half_said()
         assert (await one.run(served.app)).status == 499
-        assert "tfexport_source_tokens_total" in served.metrics.expose("")[0].decode()
-        assert served.metrics.total("tfexport_source_tokens_total", "dates") == 0
-        assert served.metrics.total("tfexport_requests_total", "dates") == 1
+        assert "tfexport_source_tokens_total" in served.metrics.measured().expose("")[0].decode()
+        assert served.metrics.measured().total("tfexport_source_tokens_total", "dates") == 0
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == 1
 
 
 async def test_a_client_that_reads_nothing_is_dropped(

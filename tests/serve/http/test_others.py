@@ -83,7 +83,7 @@ async def test_invalid_completions_are_refused(serve: Serve) -> None:
             assert (answer.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error")
             assert why in error["message"]
             assert len(answer.content) < 2000
-        assert served.metrics.total("tfexport_requests_total", "dates") == len(WRONG_COMPLETIONS)
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == len(WRONG_COMPLETIONS)
 
 
 async def test_translate(serve: Serve, model: Model, texts: list[str]) -> None:

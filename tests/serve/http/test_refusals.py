@@ -73,7 +73,7 @@ async def test_wrong_inputs_and_options(serve: Serve) -> None:
                 check(await served.post(path, data), 400, why)
         answer = await served.post("generate", {"text_input": TEXT, "parameters": {"do_sample": True, "top_k": 10**6}})
         assert answer.status_code == 200  # as in Hugging Face: as many as there are
-        assert served.metrics.total("tfexport_requests_total", "dates") == 2 * len(wrong) + 1
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == 2 * len(wrong) + 1
 
 
 WRONG_JSON: list[tuple[bytes, str]] = [

@@ -37,8 +37,8 @@ async def test_sixteen_uploads_at_once_get_the_text_of_the_model(speech_bundle: 
         answers = await asyncio.gather(*(upload(served, file=("a.wav", file)) for file in files))
         assert [answer.json() for answer in answers] == [{"text": one.text} for one in expected]
         positions = sum((len(source) + 1) // 2 for source in speech.read(files))
-        assert served.metrics.total("tfexport_source_tokens_total", "dates") == positions
-        assert served.metrics.total("tfexport_requests_total", "dates") == len(files)
+        assert served.metrics.measured().total("tfexport_source_tokens_total", "dates") == positions
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == len(files)
 
 
 async def test_fields_of_a_transcription(speech_bundle: Path, speech: Model) -> None:
@@ -121,7 +121,7 @@ async def test_bad_uploads_are_refused_with_the_reason(speech_bundle: Path) -> N
         for body, status, why in BAD_BODIES:
             await refuses(served.client.post(TRANSCRIBE, **body), status, why)
         count = 2 * len(BAD_FILES) + len(BAD_FIELDS) + len(BAD_BODIES) - 1
-        assert served.metrics.total("tfexport_requests_total", "dates") == count
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == count
         assert (await upload(served)).status_code == 200
 
 
@@ -159,7 +159,7 @@ async def test_uploads_above_the_memory_of_sixteen_are_429(speech_bundle: Path) 
         ]
         done, held = await asyncio.wait(asked, timeout=0.5)
         assert (len(held), {task.result().status_code for task in done}) == (17, {429})
-        assert served.metrics.total("tfexport_requests_total", "dates") == 3
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == 3
         assert (await served.client.get("/livez")).status_code == 200
         wait.set()
         assert {answer.status_code for answer in await asyncio.gather(*held)} == {400}
@@ -257,7 +257,7 @@ async def test_bad_tensors_are_refused_with_the_reason(speech_bundle: Path, date
     async with serving(speech_bundle, HttpConfig(max_body_bytes=2048, max_upload_bytes=4096)) as served:
         for inputs, why in BAD_TENSORS:
             check(await served.post("infer", {"inputs": inputs}), 400, why)
-        assert served.metrics.total("tfexport_requests_total", "dates") == len(BAD_TENSORS)
+        assert served.metrics.measured().total("tfexport_requests_total", "dates") == len(BAD_TENSORS)
 
         async def binary(datatype: str, data: bytes, shape: list[int], name: str = "features") -> Any:
             size = {"parameters": {"binary_data_size": len(data)}}

@@ -44,9 +44,12 @@ async def static(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """Return the facts about each model that the page shows."""
-    service = service_of(request)
-    models = [{"name": name, "is_ready": engine.is_ready, **_about(engine)} for name, engine in service.engines.items()]
-    return JSONResponse({"is_leaving": service.is_leaving, "models": models})
+    service, models = service_of(request), []
+    found = await service.everywhere("health")
+    for name, engine in service.engines.items():
+        is_ready = all(process.ready[name] for process in found)
+        models.append({"name": name, "is_ready": is_ready, **_about(engine, len(found))})
+    return JSONResponse({"is_leaving": any(process.is_leaving for process in found), "models": models})
 
 
 async def tokens(request: Request, name: str, data: TokensRequest) -> Response:
@@ -65,7 +68,7 @@ async def tokens(request: Request, name: str, data: TokensRequest) -> Response:
     return JSONResponse(ids | {"source_tokens": source_tokens, "target_tokens": target_tokens})
 
 
-def _about(engine: Engine) -> dict[str, Any]:
+def _about(engine: Engine, num_processes: int) -> dict[str, Any]:
     if engine.state == "starting":
         return {"state": engine.state}
     model = engine.model
@@ -74,7 +77,7 @@ def _about(engine: Engine) -> dict[str, Any]:
     return {
         "state": engine.state,
         "reads": model.reads,
-        "facts": _facts(engine),
+        "facts": _facts(engine, num_processes),
         "has_alignment": isinstance(model.session, Aligns) and model.session.has_alignment,
         "max_target_length": model.spec.max_target_length,
         "defaults": model.defaults.given(),
@@ -82,7 +85,7 @@ def _about(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _facts(engine: Engine) -> dict[str, str]:
+def _facts(engine: Engine, num_processes: int) -> dict[str, str]:
     model, spec, session, threads = engine.model, engine.model.spec, engine.model.session, engine.model.threads
     contents = model.manifest.files if model.manifest else {}
     weights = sum(contents[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in contents)
@@ -98,7 +101,8 @@ def _facts(engine: Engine) -> dict[str, str]:
     }
     if threads:
         facts["Threads"] = f"{threads.encoder} encoder, {threads.decoder} decoder"
-    return facts | {"Slots": str(engine.slots)}
+    each = f" in each of {num_processes} processes" if num_processes > 1 else ""
+    return facts | {"Slots": f"{engine.slots}{each}"}
 
 
 def add_routes(app: FastAPI) -> None:

@@ -22,21 +22,21 @@ from tfexport.serve import _schemas as schemas
 from tfexport.serve import http, inference
 from tfexport.serve.http import VERSION, EventStream, RequestError, answers_of, event, service_of, unavailable
 from tfexport.serve.inference import OUTPUTS, Submitted, Tensor, arguments, submit, submit_all
-from tfexport.serve.metrics import Metrics
+from tfexport.serve.metrics import Measured, added
 from tfexport.text.tokenizer import Tokenizer
 
 
 async def live(request: Request) -> Response:
     """Return 200, or 503 if an engine has failed and the process must be restarted."""
-    if not all(engine.is_alive for engine in service_of(request).engines.values()):
+    if not all(process.is_alive for process in await service_of(request).everywhere("health")):
         raise unavailable("an engine has failed; see the log, and restart the process")
     return JSONResponse({"live": True})
 
 
 async def ready(request: Request) -> Response:
     """Return 200 if every model accepts requests, otherwise 503."""
-    service = service_of(request)
-    if service.is_leaving or not all(engine.is_ready for engine in service.engines.values()):
+    found = await service_of(request).everywhere("health")
+    if not all(not process.is_leaving and all(process.ready.values()) for process in found):
         raise unavailable("not ready")
     return JSONResponse({"ready": True})
 
@@ -86,8 +86,8 @@ def _tensors(kinds: dict[str, tuple[str, list[int]]]) -> list[dict[str, Any]]:
 
 async def model_ready(request: Request, name: str) -> Response:
     """Return 200 if the model accepts requests, otherwise 503."""
-    service = service_of(request)
-    if service.is_leaving or not service.engines[name].is_ready:
+    found = await service_of(request).everywhere("health")
+    if not all(not process.is_leaving and process.ready[name] for process in found):
         raise unavailable(f"model {name} is not ready")
     return JSONResponse({"name": name, "ready": True})
 
@@ -229,36 +229,34 @@ def _model_of(request: Request, name: str | None) -> tuple[Model, Tokenizer]:
 
 async def metrics(request: Request) -> Response:
     """Return all metrics in the Prometheus text format."""
-    body, kind = _metrics(request).expose(request.headers.get("accept", ""))
+    body, kind = (await _measured(request)).expose(request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": kind})
 
 
 async def statistics(request: Request, name: str) -> Response:
     """Return a model's statistics, as in Triton."""
-    return JSONResponse({"model_stats": [_statistics(_metrics(request), name)]})
+    return JSONResponse({"model_stats": [_statistics(await _measured(request), name)]})
 
 
 async def all_statistics(request: Request) -> Response:
     """Return the statistics of all models, as in Triton."""
-    models = [_statistics(_metrics(request), name) for name in service_of(request).engines]
-    return JSONResponse({"model_stats": models})
+    measured = await _measured(request)
+    return JSONResponse({"model_stats": [_statistics(measured, name) for name in service_of(request).engines]})
 
 
-def _metrics(request: Request) -> Metrics:
-    metrics = service_of(request).metrics
-    assert metrics, "these routes exist only with metrics"
-    return metrics
+async def _measured(request: Request) -> Measured:
+    return added(await service_of(request).everywhere("measured"))
 
 
-def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
+def _statistics(measured: Measured, name: str) -> dict[str, Any]:
     def count(metric: str) -> int:
-        return int(metrics.total(f"tfexport_{metric}", name))
+        return int(measured.total(f"tfexport_{metric}", name))
 
     def timed(*names: str) -> dict[str, int]:
-        seconds = sum(metrics.total(f"tfexport_{metric}_seconds_sum", name) for metric in names)
+        seconds = sum(measured.total(f"tfexport_{metric}_seconds_sum", name) for metric in names)
         return {"count": sum(count(f"{metric}_seconds_count") for metric in names), "ns": int(seconds * 1e9)}
 
-    success, failed_s = timed("request", "align"), metrics.observer(name).failed_s
+    success, failed_s = timed("request", "align"), measured.failed_s[name]
     failed = {"count": count("requests_total") - success["count"], "ns": int(failed_s * 1e9)}
     return {
         "name": name,
