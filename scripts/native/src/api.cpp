@@ -102,6 +102,8 @@ EXPORT int32_t tfexport_native_is_supported() {
          __builtin_cpu_supports("avx512vnni");
 #elif defined(__AVX2__)
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__SSSE3__)
+  return __builtin_cpu_supports("ssse3");
 #else
   return 1;
 #endif

@@ -16,7 +16,7 @@ Linear::Linear(const Tensor& weight, const float* bias) : inputs(weight.columns)
         weights_.get()[(n / PANEL * inputs + k) * PANEL + n % PANEL] = from[n * inputs + k];
     return;
   }
-  block_ = weight.block, blocks_ = weight.blocks(), lanes_ = block_ * blocks_ / GROUP;
+  block_ = weight.block, blocks_ = weight.blocks(), lanes_ = block_ * blocks_ / 4;
   bytes_ = Array<int32_t>(panels_ * lanes_ * PANEL);
   zeros_ = Array<int32_t>(panels_ * blocks_ * PANEL);
   scales_ = Array<float>(panels_ * blocks_ * PANEL);
@@ -24,18 +24,10 @@ Linear::Linear(const Tensor& weight, const float* bias) : inputs(weight.columns)
   auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
   for (int64_t n = 0; n < outputs; n++)
     for (int64_t k = 0; k < inputs; k++) {  // padding of the last block stays 0, and its activations are 0
-      int64_t at = n * blocks_ + k / block_,
-              place = ((n / PANEL * lanes_ + k / GROUP) * PANEL + n % PANEL) * GROUP + k % GROUP;
-      int64_t own = (n / PANEL * blocks_ + k / block_) * PANEL + n % PANEL;
-      uint8_t value = from[n * blocks_ * block_ + k];
-      if constexpr (GROUP == 4) {
-        to[place] = value;
-        zeros_.get()[own] = weight.zeros[at];
-      } else {
-        int16_t weight_value = int16_t(value - weight.zeros[at]);
-        memcpy(to + place * 2, &weight_value, 2);
-      }
-      scales_.get()[own] = weight.scales[at];
+      int64_t at = n * blocks_ + k / block_, own = (n / PANEL * blocks_ + k / block_) * PANEL + n % PANEL;
+      int64_t place = ((n / PANEL * lanes_ + k / 4) * PANEL + n % PANEL) * 4 + k % 4;
+      to[place] = uint8_t(from[n * blocks_ * block_ + k] - OFFSET);
+      zeros_.get()[own] = weight.zeros[at] - OFFSET, scales_.get()[own] = weight.scales[at];
     }
 }
 
@@ -46,7 +38,7 @@ void Linear::round(int64_t rows, const float* x, int64_t stride, Rounded& to) co
   const V magic = all(12582912.f);
   for (int64_t row = 0; row < rows; row++) {
     const float* from = x + row * stride;
-    auto* lanes = reinterpret_cast<Narrow*>(to.lanes.get() + row * lanes_);
+    auto* lanes = reinterpret_cast<int8_t*>(to.lanes.get() + row * lanes_);
     for (int64_t b = 0; b < blocks_; b++) {
       int64_t begin = b * block_, end = std::min(begin + block_, inputs), whole = end - (end - begin) % LANES;
       V largest{}, broken{};
@@ -64,12 +56,12 @@ void Linear::round(int64_t rows, const float* x, int64_t stride, Rounded& to) co
       for (int64_t k = begin; k < whole; k += LANES) {
         I q = (I)(load(from + k) * inverse + magic) - (I)magic;
         sum += q;
-        Narrows narrow = __builtin_convertvector(q, Narrows);
-        memcpy(lanes + k, &narrow, sizeof narrow);
+        Quarter bytes = __builtin_convertvector(__builtin_convertvector(q, Half), Quarter);  // at once is slow in GCC
+        memcpy(lanes + k, &bytes, sizeof bytes);
       }
       for (int64_t k = whole; k < begin + block_; k++) {
         int value = k < end && nan == 0 ? int(std::nearbyint(from[k] * inverse)) : 0;
-        rest += value, lanes[k] = Narrow(value);
+        rest += value, lanes[k] = int8_t(value);
       }
       to.sums.get()[row * blocks_ + b] = rest + sum_of(sum);
     }
@@ -77,7 +69,8 @@ void Linear::round(int64_t rows, const float* x, int64_t stride, Rounded& to) co
 }
 
 template <int M, int P>
-void Linear::finish(int64_t panel, int64_t row, V (&sums)[M][P * VECTORS], const Target& target) const {
+[[gnu::always_inline]] inline void Linear::finish(int64_t panel, int64_t row, V (&sums)[M][P * VECTORS],
+                                                  const Target& target) const {
   const float* bias = bias_.get() + panel * PANEL;
   int64_t first = panel * PANEL, width = padded(outputs);
 #pragma GCC unroll 8
@@ -119,7 +112,7 @@ template <int M, int P>
 void Linear::byte_tile(int64_t panel, const Rounded& x, int64_t row, const Target& target) const {
   constexpr int N = P * VECTORS;
   V sums[M][N] = {};
-  int64_t lanes = block_ / GROUP;
+  int64_t lanes = block_ / 4;
   for (int64_t b = 0; b < blocks_; b++) {
     const int32_t* w = bytes_.get() + (panel * lanes_ + b * lanes) * PANEL;
     const int32_t* from = x.lanes.get() + row * lanes_ + b * lanes;
@@ -142,7 +135,7 @@ void Linear::byte_tile(int64_t panel, const Rounded& x, int64_t row, const Targe
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
         int64_t own = (row + m) * blocks_ + b;
-        I exact = GROUP == 4 ? whole[m][j] - zero * x.sums.get()[own] : whole[m][j];
+        I exact = whole[m][j] - zero * x.sums.get()[own];
         sums[m][j] += __builtin_convertvector(exact, V) * (scale * x.scales.get()[own]);
       }
     }
@@ -155,10 +148,10 @@ void Linear::some_rows(int64_t rows, int64_t panel, const float* x, int64_t stri
                        const Rounded& rounded) const {
   if constexpr (M > 0) {
     if (rows != M) return some_rows<M - 1>(rows, panel, x, stride, row, target, rounded);
-    if (lanes_)
-      byte_tile<M, 1>(panel, rounded, row, target);
-    else
+    if (!lanes_)
       float_tile<M, 1>(panel, x, stride, row, target);
+    else if constexpr (M <= BYTE_ROWS)
+      byte_tile<M, 1>(panel, rounded, row, target);
   }
 }
 
@@ -173,9 +166,12 @@ void Linear::part(int64_t rows, const float* x, int64_t stride, const Target& ta
   if (rows == 1)  // more sums than one panel has, because each addition waits for the one before
     for (; panel + 2 <= end; panel += 2)
       lanes_ ? byte_tile<1, 2>(panel, scratch, 0, target) : float_tile<1, 2>(panel, x, stride, 0, target);
+  int64_t most = lanes_ ? BYTE_ROWS : ROWS, tiles = (rows + most - 1) / most;
   for (; panel < end; panel++)
-    for (int64_t row = 0; row < rows; row += ROWS)
-      some_rows<ROWS>(std::min<int64_t>(ROWS, rows - row), panel, x, stride, row, target, scratch);
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      int64_t row = tile * rows / tiles;
+      some_rows<ROWS>((tile + 1) * rows / tiles - row, panel, x, stride, row, target, scratch);
+    }
 }
 
 Table::Table(const Tensor& tensor) : rows(tensor.rows), columns(tensor.columns), block_(tensor.block) {

@@ -103,7 +103,7 @@ struct Tensor {
 
 // Rows of activations, rounded to 8 bits with a scale for each block.
 struct Rounded {
-  Array<int32_t> lanes;  // [rows][lanes of a row]
+  Array<int32_t> lanes;  // [rows][lanes of a row], of four bytes
   Array<float> scales;   // [rows][blocks]
   Array<int32_t> sums;   // [rows][blocks], of the integers
   explicit Rounded(Spare* spare) : lanes(spare), scales(spare), sums(spare) {}

@@ -2,8 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
-#if defined(__SSE2__)
+#if defined(__SSSE3__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -11,15 +10,16 @@
 
 namespace native {
 
-// BYTES of a vector; ROWS x VECTORS sums fit into the registers; GROUP integers share a lane of 32 bits.
+// BYTES of a vector; ROWS x VECTORS sums, and BYTE_ROWS x VECTORS of products of bytes, fit into the registers. 8-bit
+// weights are stored minus OFFSET.
 #if defined(__AVX512VNNI__)
-constexpr int BYTES = 64, ROWS = 6, VECTORS = 4, GROUP = 4;
+constexpr int BYTES = 64, ROWS = 6, BYTE_ROWS = 6, VECTORS = 4, OFFSET = 0;
 #elif defined(__AVX2__)
-constexpr int BYTES = 32, ROWS = 6, VECTORS = 2, GROUP = 2;
+constexpr int BYTES = 32, ROWS = 6, BYTE_ROWS = 5, VECTORS = 2, OFFSET = 128;
 #elif defined(__ARM_NEON)
-constexpr int BYTES = 16, ROWS = 6, VECTORS = 4, GROUP = 2;
+constexpr int BYTES = 16, ROWS = 6, BYTE_ROWS = 6, VECTORS = 4, OFFSET = 128;
 #else
-constexpr int BYTES = 16, ROWS = 4, VECTORS = 2, GROUP = 2;
+constexpr int BYTES = 16, ROWS = 4, BYTE_ROWS = 4, VECTORS = 2, OFFSET = 128;
 #endif
 constexpr int LANES = BYTES / 4, PANEL = VECTORS * LANES;
 constexpr int STEP = 16;  // buffers have widths that are multiples of it, as all LANES divide it
@@ -27,9 +27,8 @@ constexpr int STEP = 16;  // buffers have widths that are multiples of it, as al
 typedef float V __attribute__((vector_size(BYTES)));
 typedef int32_t I __attribute__((vector_size(BYTES)));
 typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4), may_alias));
-// Integers that activations are rounded to: bytes, or 16 bits if the CPU cannot add products of bytes exactly.
-typedef std::conditional_t<GROUP == 4, int8_t, int16_t> Narrow;
-typedef Narrow Narrows __attribute__((vector_size(LANES * sizeof(Narrow))));
+typedef int16_t Half __attribute__((vector_size(2 * LANES)));
+typedef int8_t Quarter __attribute__((vector_size(LANES)));
 
 constexpr int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
 inline V load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
@@ -40,7 +39,7 @@ inline V larger(V a, V b) {  // GCC would put `a > b ? a : b` on the stack in lo
   return (V)_mm512_maskz_max_ps(-1, (__m512)a, (__m512)b);  // GCC 12 warns of `_mm512_max_ps`
 #elif defined(__AVX2__)
   return (V)_mm256_max_ps((__m256)a, (__m256)b);
-#elif defined(__SSE2__)
+#elif defined(__SSSE3__)
   return (V)_mm_max_ps((__m128)a, (__m128)b);
 #else
   return a > b ? a : b;
@@ -79,7 +78,7 @@ inline bool has_larger(V v, float x) {
   return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(x), _CMP_GT_OQ);
 #elif defined(__AVX2__)
   return _mm256_movemask_ps((__m256)(v > x));
-#elif defined(__SSE2__)
+#elif defined(__SSSE3__)
   return _mm_movemask_ps((__m128)(v > x));
 #else
   return vmaxvq_u32((uint32x4_t)(v > x));
@@ -104,19 +103,23 @@ inline V exp_of(V x) {
 
 inline V sigmoid(V x) { return 1.f / (1.f + exp_of(-x)); }
 
-// sum + the products of integers of `weights` and `x`, which has GROUP of them.
+// sum + the products of four bytes of each lane: weights, unsigned if OFFSET is 0, and x from -127 to 127. If weights
+// have a sign, 16 bits hold two products, at most 2 * 128 * 127.
 inline I dot(I sum, I weights, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
 #elif defined(__AVX2__)
-  return sum + (I)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
-#elif defined(__SSE2__)
-  return sum + (I)_mm_madd_epi16((__m128i)weights, _mm_set1_epi32(x));
+  __m256i w = (__m256i)weights, signs = _mm256_sign_epi8(_mm256_set1_epi32(x), w);
+  return sum + (I)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), signs), _mm256_set1_epi16(1));
+#elif defined(__SSSE3__)
+  __m128i w = (__m128i)weights, signs = _mm_sign_epi8(_mm_set1_epi32(x), w);
+  return sum + (I)_mm_madd_epi16(_mm_maddubs_epi16(_mm_abs_epi8(w), signs), _mm_set1_epi16(1));
 #elif defined(__aarch64__)
-  int16x8_t a = vreinterpretq_s16_s32((int32x4_t)weights), b = vreinterpretq_s16_s32(vdupq_n_s32(x));
-  return sum + (I)vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+  int8x16_t a = vreinterpretq_s8_s32((int32x4_t)weights), b = vreinterpretq_s8_s32(vdupq_n_s32(x));
+  int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+  return (I)vpadalq_s16((int32x4_t)sum, pairs);
 #else
-#error "tfexport-native needs x86-64 or aarch64"
+#error "tfexport-native needs x86-64 with SSSE3, or aarch64"
 #endif
 }
 
