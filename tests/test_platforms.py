@@ -18,9 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 import tfexport
+from tests import tiny
 from tests.command import TFEXPORT
 from tests.conftest import ROOT
 from tests.serve.running import running
+from tfexport.bundle.bundle import open_bundle
+from tfexport.nn.directory import save_model
 
 PLATFORM = "win32" if sys.platform == "linux" else sys.platform
 STOP = {"linux": "SIGUSR2", "darwin": "SIGTERM", "win32": "CTRL_BREAK_EVENT"}[sys.platform]  # of the double: Ctrl-Break
@@ -43,7 +46,7 @@ from tfexport.errors import BundleError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 source, target = sys.argv[1], Path(sys.argv[2])
-config = ExportConfig(variants=("contrib",))
+config = ExportConfig(variants=("concat",))
 with tfexport.load(target, threads=1) as model:
     answers = model.generate_ids([[4, 5, 6]], max_new_tokens=4)
     try:
@@ -52,7 +55,7 @@ with tfexport.load(target, threads=1) as model:
         print(type(error).__name__)
     assert model.generate_ids([[4, 5, 6]], max_new_tokens=4) == answers
 del model
-export_bundle(source, target, ExportConfig(variants=("contrib",), precision="int8"), verify=False, force=True)
+export_bundle(source, target, config, verify=False, force=True)
 """
 CHECKPOINTS = """
 import sys, tempfile
@@ -97,10 +100,13 @@ def test_every_module_is_imported() -> None:
 
 
 def test_bundles_are_replaced_unless_they_are_in_use(random_bundle: Path, tmp_path: Path) -> None:
+    one = {"layers": 1}
+    save_model(tiny.model(tiny.config(encoder=one, decoder=one), dtype=torch.float32), tmp_path / "model")
     shutil.copytree(random_bundle, tmp_path / "tiny")
-    errors = python(BUNDLES, "preset:tiny", tmp_path / "tiny")
+    errors = python(BUNDLES, tmp_path / "model", tmp_path / "tiny")
     assert errors == ["BundleError"] * (PLATFORM == "win32")
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tiny"]
+    assert sorted(open_bundle(tmp_path / "tiny").manifest.graphs) == ["decoder", "encoder", "reorder"]
 
 
 def test_copies_of_checkpoints_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,6 @@ pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
 CONFIG = EngineConfig(target="tensorrt-rtx", compute_capabilities=("8.9",), max_batch=4)
 RTX = ("--target", "tensorrt-rtx", "--compute-capability", "8.9", "--max-batch", "4")
-
-
-@pytest.fixture(scope="module")
-def inner(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    def make(path: Path) -> None:
-        path.mkdir()
-        exported(path, "inner")
-
-    return once("planted-inner", make) / "bundle"
 
 
 @pytest.mark.parametrize("name", ["inner", "residual"])

@@ -86,12 +86,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
-def test_an_engine_finds_the_layers_that_rounding_finds(tmp_path: Path, gpu: Gpu) -> None:
-    bundle = exported(tmp_path, "inner")
-    found = diagnose(bundle, CONFIG, device="cuda:1")
+def test_an_engine_finds_the_layers_that_rounding_finds(inner: Path, gpu: Gpu) -> None:
+    found = diagnose(inner, CONFIG, device="cuda:1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accuracy, "EngineRunner", lambda resolved, cuda: HostRunner())
-        expected = diagnose(bundle, CONFIG, device="cuda:1")
+        expected = diagnose(inner, CONFIG, device="cuda:1")
     assert found.runner.startswith("tensorrt-rtx")
     assert gpu.builds > 5
     assert gpu.cuda.is_empty
@@ -100,8 +99,9 @@ def test_an_engine_finds_the_layers_that_rounding_finds(tmp_path: Path, gpu: Gpu
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_every_stage_runs_in_its_types(tmp_path: Path, gpu: Gpu, precision: Precision) -> None:
-    resolved = resolve_build(exported(tmp_path, "inner", "fp32"), replace(CONFIG, precision=precision), "cuda:1")
+def test_every_stage_runs_in_its_types(inner: Path, tmp_path: Path, gpu: Gpu, precision: Precision) -> None:
+    bundle = inner if precision == "fp16" else exported(tmp_path, "inner", "fp32")
+    resolved = resolve_build(bundle, replace(CONFIG, precision=precision), "cuda:1")
     (tmp_path / "graphs").mkdir()
     graphs = prepare_graphs(resolved, tmp_path / "graphs", lambda line: None)
     sources, _ = read_sources(resolved.bundle, resolved, ())
@@ -115,9 +115,9 @@ def test_every_stage_runs_in_its_types(tmp_path: Path, gpu: Gpu, precision: Prec
     assert gpu.cuda.is_empty
 
 
-def test_an_engine_that_is_refused_has_the_reason(tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_refused_has_the_reason(inner: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: None)
     monkeypatch.setattr(Library, "runtime", lambda library, log: runtime)
     with pytest.raises(EngineError, match="cannot be loaded"):
-        diagnose(exported(tmp_path, "inner"), CONFIG, device="cuda:1")
+        diagnose(inner, CONFIG, device="cuda:1")
     assert gpu.cuda.is_empty

@@ -15,16 +15,19 @@ import tfexport
 from tests.command import ran
 from tests.conftest import DIGITS, ROOT, Once, exported
 from tests.serve.running import running
+from tfexport.bundle.bundle import open_bundle
 
 SAMPLES = sorted((DIGITS / "samples").glob("*.wav"))
 EXPECTED = [path.stem for path in SAMPLES]
 GUIDE = ROOT / "docs" / "guides" / "audio-and-images.md"
 
 
-def test_the_directory_exports_and_the_command_reads_files(tmp_path: Path) -> None:
-    ran("onnx", DIGITS, "--output", tmp_path / "digits", "--variants", "contrib")
+def test_the_directory_exports_and_the_command_reads_files(digits_bundle: Path) -> None:
+    parity = open_bundle(digits_bundle).manifest.parity
+    assert parity is not None
+    assert parity["passed"]
     assert len(SAMPLES) > 3
-    assert ran("generate", tmp_path / "digits", *SAMPLES).stdout.splitlines() == EXPECTED
+    assert ran("generate", digits_bundle, *SAMPLES).stdout.splitlines() == EXPECTED
 
 
 @pytest.mark.parametrize(("precision", "backend"), [("fp32", "eager"), ("fp32", "ort"), ("int8", "ort")])

@@ -98,13 +98,14 @@ def test_the_configurations_of_these_tests_have_every_value() -> None:
             assert any(value in [one.get(key, ...) for key in keys] for one in (*used, *sides)), (name, value)
 
 
-def test_more_candidates_than_are_selected_by_insertion(once: Once) -> None:
+def test_more_candidates_than_are_selected_by_insertion(once: Once, tmp_path: Path) -> None:
     model = tiny.model(tiny.config(target_vocab=200), dtype=torch.float32)
     source_ids, source_mask = sources(model.config)
     first = targets(model.config, 4, 1)
     expected = full_logits(model, source_ids, source_mask, first)[:, 0]
+    session = saved_session(model.config, parameters(model.config), tmp_path / "model", once)
     for count in (64, 65, 200):
-        batch = begun(native_session(model, once), (source_ids, source_mask), first.tolist())
+        batch = begun(session, (source_ids, source_mask), first.tolist())
         assert_candidates(batch.step(first[:, 0], count), expected, count)
 
 
@@ -314,11 +315,6 @@ def test_a_new_field_of_a_configuration_is_refused_until_it_is_added() -> None:
 
 
 # ---- 8-bit weights
-
-
-@pytest.fixture(scope="session")
-def dates_int8(once: Once) -> Path:
-    return exported(once, "dates-int8-native", str(DATES), precision="int8", variants=("contrib",))
 
 
 def product_session(

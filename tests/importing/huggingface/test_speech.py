@@ -94,7 +94,7 @@ def signals(count: int) -> Iterator[np.ndarray]:
         yield (rng.uniform(0, 0.5) * tone + rng.uniform(0.01, 0.3) * rng.normal(size=len(time))).astype(np.float32)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [7, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ids_are_those_of_transformers(name: str, count: int, tmp_path: Path) -> None:
     """With the beams of the directory and greedily, in a batch and alone, on eager and ONNX Runtime."""

@@ -8,15 +8,12 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import DATES, ROOT
-from tfexport.export import export_bundle
-from tfexport.export.config import ExportConfig
+from tests.conftest import DATES, ROOT, Once, exported
 
 QEMU = shutil.which("qemu-x86_64")
 pytestmark = [
@@ -40,14 +37,11 @@ print(json.dumps({"options": dict(int8_session_options()), "ids": ids}))
 """
 
 
-def test_int8_bundles_give_equal_token_ids_without_vnni(once: Callable[[str, Callable[[Path], object]], Path]) -> None:
-    def bundle(optimize_for: Any) -> str:
-        config = ExportConfig(precision="int8", optimize_for=optimize_for, variants=("contrib",))
-        name = f"emulated-{optimize_for}"
-        return str(once(name, lambda path: export_bundle(str(DATES), path, config, verify=False)))
-
+def test_int8_bundles_give_equal_token_ids_without_vnni(once: Once, dates_int8: Path) -> None:
+    options = {"precision": "int8", "optimize_for": "throughput", "variants": ("contrib",)}
+    throughput = exported(once, "dates-int8-throughput", str(DATES), **options)
     lines = (DATES / "heldout.tsv").read_text(encoding="utf-8").splitlines()[:NUM_TEXTS]
-    arguments = (json.dumps([line.split("\t")[0] for line in lines]), bundle("latency"), bundle("throughput"))
+    arguments = (json.dumps([line.split("\t")[0] for line in lines]), str(dates_int8), str(throughput))
 
     def run(*python: str) -> dict[str, Any]:
         command = [*python, "-c", DECODE, *arguments]
