@@ -50,12 +50,18 @@ CANDIDATE_LOGITS = "candidate_logits"
 LOG_NORMALIZER = "log_normalizer"
 ALIGNMENT = "alignment"  # both the graph and its output
 REORDER = "reorder"
+SHORTLIST = "shortlist"
 CACHE = "cache"
 ORDER = "order"
 REORDERED = "reordered"
+SHORTLIST_IDS = "shortlist_ids"
+# Rows of the output projection, and its bias: of all rows, or with -inf for tokens that a row may not generate.
+SHORTLIST_WEIGHTS = "shortlist_weights"
+SHORTLIST_BIAS = "shortlist_bias"
 
 # First axis of the outputs of a decoder with speculation; the positions of one row are adjacent.
 ROWS_TO_KEEP = f"rows * {LOGITS_TO_KEEP}"
+SHORTLIST_LEN = "shortlist_len"
 
 Dim = str | int
 D = TypeVar("D", str, int, Dim)
@@ -330,12 +336,15 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
     return GraphSpec(inputs, tuple(outputs))
 
 
-def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = False) -> GraphSpec:
+def decoder_graph(
+    spec: ModelSpec, variant: Variant, *, speculation: bool = False, shortlist: bool = False
+) -> GraphSpec:
     """Return the contract of a decoder variant, as in docs/reference/graphs.md.
 
     The contrib variant needs past_len 0 in every row, or target_len 1, or one row. With `speculation` (contrib only),
-    `logits_to_keep` is the number of last positions whose logits are returned. If layers store a state, a step reads
-    one token of each row, and all variants have the same inputs.
+    `logits_to_keep` is the number of last positions whose logits are returned. With `shortlist` (contrib only), logits
+    are those of `shortlist_ids`. If layers store a state, a step reads one token of each row, and all variants have the
+    same inputs.
     """
     lengths = [TensorSpec(CACHE_LENGTHS, "int64", ("rows",))]
     positions = {
@@ -355,11 +364,12 @@ def decoder_graph(spec: ModelSpec, variant: Variant, *, speculation: bool = Fals
         *spec.cache.tensors("past", "rows", "past_len" if variant == "concat" else "capacity"),
         *(positions[variant] if grows else lengths),
         *([TensorSpec(LOGITS_TO_KEEP, "int64", (1,))] if speculation else []),
+        *(shortlist_tensors(spec, "rows") if shortlist else []),
         TensorSpec(NUM_CANDIDATES, "int64", (1,)),
     ]
     rows = ROWS_TO_KEEP if speculation else "rows"
     outputs = [
-        TensorSpec(LOGITS, "float32", (rows, spec.vocab)),
+        TensorSpec(LOGITS, "float32", (rows, SHORTLIST_LEN if shortlist else spec.vocab)),
         TensorSpec(CANDIDATE_IDS, "int64", (rows, "num_candidates")),
         TensorSpec(CANDIDATE_LOGITS, "float32", (rows, "num_candidates")),
         TensorSpec(LOG_NORMALIZER, "float32", (rows, 1)),
@@ -382,16 +392,40 @@ def reorder_spec(precision: Precision) -> GraphSpec:
     return GraphSpec(inputs, (TensorSpec(REORDERED, dtype, ("new_rows", "width")),))
 
 
+def shortlist_graph(spec: ModelSpec) -> GraphSpec:
+    """Return the contract of the graph that looks up a shortlist's part of the output projection."""
+    ids, *outputs = shortlist_tensors(spec)
+    return GraphSpec((ids,), tuple(outputs))
+
+
+def shortlist_tensors(spec: ModelSpec, *bias: Dim) -> tuple[TensorSpec, ...]:
+    """Return the tokens, weights and bias of a shortlist; `bias` are more dimensions of it."""
+    return (
+        TensorSpec(SHORTLIST_IDS, "int64", (SHORTLIST_LEN,)),
+        TensorSpec(SHORTLIST_WEIGHTS, "float32", (SHORTLIST_LEN, spec.d_model)),
+        TensorSpec(SHORTLIST_BIAS, "float32", (*bias, SHORTLIST_LEN)),
+    )
+
+
 def has_speculation(decoder: GraphSpec) -> bool:
     """Return whether a decoder can return the logits of several last positions."""
     return any(tensor.name == LOGITS_TO_KEEP for tensor in decoder.inputs)
 
 
-def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> GraphSpec:
-    """Return the contract of a bundle's graph by name."""
+def has_shortlist(decoder: GraphSpec) -> bool:
+    """Return whether a decoder computes the logits of a shortlist."""
+    return any(tensor.name == SHORTLIST_IDS for tensor in decoder.inputs)
+
+
+def graph_contract(spec: ModelSpec, name: str, found: GraphSpec | None = None) -> GraphSpec:
+    """Return the contract of a bundle's graph by name, with the options that `found` has."""
     for variant, decoder in DECODER.items():
         if name == decoder:
-            return decoder_graph(spec, variant, speculation=speculation and variant == "contrib")
+            if found is None or variant != "contrib":
+                return decoder_graph(spec, variant)
+            return decoder_graph(spec, variant, speculation=has_speculation(found), shortlist=has_shortlist(found))
+    if name == SHORTLIST:
+        return shortlist_graph(spec)
     if name == REORDER:
         return reorder_spec(spec.precision)
     return alignment_graph(spec) if name == ALIGNMENT else encoder_graph(spec)

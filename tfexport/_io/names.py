@@ -15,6 +15,7 @@ GENERATION = "generation.json"
 TARGET_TOKENIZER = "target_tokenizer.json"
 TEXT = "text.json"
 PROCESSOR = "processor.json"  # also in bundles
+SHORTLIST_TABLE = "shortlist.bin"  # only in bundles
 CERTIFICATE = "certificate.json"  # of an import, as the next one
 LAYOUT = "layout.yaml"
 # Bundles; the names of the weight files are in `tfexport.contract`.

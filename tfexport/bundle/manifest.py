@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tfexport._io.names import CERTIFICATE, CONFIG, MANIFEST, MODEL_WEIGHTS, SIGNATURE, TOKENIZER
+from tfexport._io.names import CERTIFICATE, CONFIG, MANIFEST, MODEL_WEIGHTS, SHORTLIST_TABLE, SIGNATURE, TOKENIZER
 from tfexport._io.sealed_directory import FileEntry, changed_problems
 from tfexport._io.strict_json import seal, unseal
 from tfexport.bundle.status import MODULE, REFERENCE, Proof, Status, proof_of
@@ -19,13 +19,14 @@ from tfexport.contract import (
     ENCODER,
     ENCODER_CONTRIB,
     REORDER,
+    SHORTLIST,
     AlignmentHeads,
     GraphEntry,
     ModelSpec,
     Quantization,
     contract_problems,
     graph_contract,
-    has_speculation,
+    has_shortlist,
 )
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.nn.config import TransformerConfig, model_spec
@@ -41,7 +42,7 @@ Kind = Literal["encoder-decoder", "encoder"]
 # Excludes "..", absolute paths, drives, backslashes and everything that file systems spell differently, except case.
 _PLAIN_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _PLAIN_PATH = re.compile(f"{_PLAIN_PART}(/{_PLAIN_PART})*")
-_GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT})
+_GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT, SHORTLIST})
 # Former names of the contrib graphs.
 _OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}
 
@@ -191,6 +192,9 @@ class Manifest(Draft, subject=MANIFEST):
             yield f"graphs has only one of {ENCODER_CONTRIB!r} and {DECODER['contrib']!r}, expected both or neither"
         if (ALIGNMENT in names) != (self.alignment is not None):
             yield f"only one of alignment and the graph {ALIGNMENT!r} is given, expected both or neither"
+        listed = {has_shortlist(self.graphs[name].spec) for name in decoders & names}
+        if len({SHORTLIST in names, SHORTLIST_TABLE in self.files, *listed}) > 1:
+            yield f"only some of {SHORTLIST_TABLE}, the graph {SHORTLIST!r} and the decoders are for shortlists"
         if self.spec.has_decoder != bool(decoders & names):
             yield f"kind is {self.kind!r}, but the graphs are {', '.join(sorted(names))[:200] or 'none'}"
 
@@ -199,7 +203,7 @@ class Manifest(Draft, subject=MANIFEST):
         for name, graph in graphs.items():
             if "/" in graph.file or not graph.file.endswith(".onnx"):
                 yield f"graphs.{name} is {graph.file[:200]!r}, expected a file NAME.onnx next to the weights"
-            contract = graph_contract(self.spec, name, speculation=has_speculation(graph.spec))
+            contract = graph_contract(self.spec, name, graph.spec)
             yield from (f"graphs.{name}: {problem}" for problem in contract_problems(graph.spec, contract))
 
     def _path_problems(self) -> Iterator[str]:
@@ -216,6 +220,11 @@ class Manifest(Draft, subject=MANIFEST):
     def has_tokenizer(self) -> bool:
         """Whether the model accepts texts in addition to token ids."""
         return TOKENIZER in self.files
+
+    @property
+    def has_shortlist(self) -> bool:
+        """Whether each text may only have the tokens of its shortlist."""
+        return SHORTLIST in self.graphs
 
     @property
     def accuracy(self) -> Accuracy:

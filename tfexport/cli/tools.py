@@ -1,4 +1,4 @@
-"""Define the commands `verify`, `bench`, `inspect` and `doctor`."""
+"""Define the commands `verify`, `bench`, `compare`, `inspect` and `doctor`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tfexport.cli.options import (
     CommaList,
     config_of,
     config_options,
+    decode_options,
     device_option,
     engine_option,
+    is_given,
     json_option,
     loading_options,
     trusted_keys_option,
@@ -123,6 +125,30 @@ def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tup
     if failures:
         report_line(f"error: {BenchError(*failures, subject='bench compare')}")
         click.get_current_context().exit(EXIT_PARITY)
+
+
+@main.command()
+@click.argument("first", type=PATH)
+@click.argument("second", type=PATH)
+@click.option("--input", "source", type=INPUT, required=True, help="File with one text a line.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts in a batch.")
+@loading_options
+@json_option
+@decode_options
+def compare(
+    first: Path, second: Path, source: Path, batch_size: int, loading: dict[str, Any], as_json: bool, **options: Any
+) -> None:
+    """Count the texts for which the bundles FIRST and SECOND generate different outputs.
+
+    It shows what a shortlist or another precision changes, and the time of both. Options given here override the
+    bundles' own defaults.
+    """
+    from tfexport.bench.outputs import compare_outputs
+
+    given = {name: value for name, value in options.items() if is_given(name)}
+    texts = inputs_of((), source)
+    found = compare_outputs((first, second), texts, batch_size=batch_size, loading=loading, options=given)
+    print_result(found.to_dict(), found.lines(), as_json)
 
 
 @main.command()

@@ -285,6 +285,9 @@ def _option_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> l
             f"num_beams is {config.num_beams}, which needs a vocabulary of {each * config.num_beams}, but it has "
             f"{spec.vocab}; lower num_beams to {spec.vocab // each}"
         )
+    if limits.end_ids is not None and (others := sorted({*config.ends(spec.tokens.eos)} - limits.end_ids)):
+        allowed = "use a token that the shortlist of every text has, or export the bundle without --shortlist"
+        problems.append(f"eos_token_id is {others[0]}, which shortlists exclude; {allowed}")
     if limits.rows.is_below(config.num_beams):
         problems.append(
             f"num_beams is {config.num_beams}, but the session takes {limits.rows.most} rows at once; "

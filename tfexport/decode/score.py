@@ -86,6 +86,12 @@ def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Even
                     "check its weights, or export with --precision fp32",
                     indices=[pairs[number].number],
                 )
+            if log_prob == -math.inf and session.limits.end_ids is not None:
+                raise InputError(
+                    f"score: {pairs[number].name} has token {pairs[number].target_ids[step]}, which is not in the "
+                    "shortlist of its source; use a bundle that was exported without --shortlist",
+                    indices=[pairs[number].number],
+                )
             found[number].append(log_prob)
         newest = following
     return found

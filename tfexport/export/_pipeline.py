@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tfexport._io.names import CARD, PROCESSOR
+from tfexport._io.names import CARD, PROCESSOR, SHORTLIST_TABLE
 from tfexport._io.signature import SigningKey
 from tfexport._io.strict_json import render
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
@@ -24,6 +24,7 @@ from tfexport.export.config import ExportConfig
 from tfexport.export.quantize.calibrate import calibrate
 from tfexport.export.quantize.integers import fastest_variant, write_integer_graphs
 from tfexport.export.quantize.qdq import quantize_graphs
+from tfexport.export.shortlist import make_shortlist
 from tfexport.export.write import write_graphs
 from tfexport.importing.own_module import OwnModule
 from tfexport.runtime.registry import Graphs
@@ -60,7 +61,7 @@ def export_bundle(
 
     Raises:
         ConfigError: the source or the key cannot be used, or the model lacks the layer or heads of the alignment.
-        CheckpointError: weights or a tokenizer are missing, damaged or do not fit.
+        CheckpointError: weights, a tokenizer or the shortlist are missing, damaged or do not fit.
         GraphError: the model cannot be traced.
         BackendError: the precision cannot be verified on this machine.
         ParityError: a stage or a recorded text differs from the model; nothing is written.
@@ -75,6 +76,7 @@ def export_bundle(
     if isinstance(source, str):
         report(f"loading {source}")
     opened = open_source(source, config, report)
+    shortlist = None if config.shortlist is None else make_shortlist(config.shortlist, opened)
     calibrated = _calibration_sources(opened, config, calibration_texts)
     if verify and opened.module:
         check_module(opened.model, opened.spec)
@@ -83,6 +85,8 @@ def export_bundle(
     with create_bundle(output, force=force, key=key) as builder:
         if builder.drops_signature:
             report(SIGNATURE_DROPPED)
+        if shortlist is not None:
+            (builder.path / SHORTLIST_TABLE).write_bytes(shortlist.to_bytes())
         graphs = _write(opened, builder.path, config, calibrated, report)
         for name, raw in opened.files.items():
             (builder.path / name).write_bytes(raw)
@@ -144,10 +148,14 @@ def _write(
     calibrated: Sequence[Sequence[int]],
     report: Callable[[str], None],
 ) -> dict[str, GraphEntry]:
-    module, spec = source.model.module, source.spec
-    options: Any = {name: getattr(config, name) for name in ("opset", "alignment", "speculation")} | {"report": report}
+    module, spec, variants = source.model.module, source.spec, config.variants
+    if config.shortlist is not None and variants != ("contrib",):
+        variants = ("contrib",)
+        report("writing only the contrib variant, because the others have no shortlists")
+    options: Any = {name: getattr(config, name) for name in ("opset", "alignment", "speculation")}
+    options |= {"shortlist": config.shortlist is not None, "report": report}
     if config.quantization is None:
-        return write_graphs(module, spec, directory, variants=config.variants, **options)
+        return write_graphs(module, spec, directory, variants=variants, **options)
     # In the bundle's directory, because the fp32 weights can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         if config.is_calibrated:
@@ -157,8 +165,8 @@ def _write(
             ranges = calibrate(Path(scratch), graphs, spec, calibrated, prefix, method, report=report)
             weights = config.quantization.weights
             return quantize_graphs(Path(scratch), graphs, directory, weights, ranges=ranges, report=report)
-        fastest = fastest_variant(config.variants, traits_of(module, spec))
-        if spec.has_decoder and (others := [variant for variant in config.variants if variant not in fastest]):
+        fastest = fastest_variant(variants, traits_of(module, spec))
+        if spec.has_decoder and (others := [variant for variant in variants if variant not in fastest]):
             left_out = " or ".join(others)
             report(f"writing only the {fastest[0]} variant, the fastest in {config.precision}, not {left_out}")
         graphs = write_graphs(module, spec, Path(scratch), variants=fastest, **options)

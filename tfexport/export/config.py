@@ -1,5 +1,7 @@
 """Configuration of the export."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from tfexport.config import Config, Count, Ge, Help, Le, Size
@@ -23,6 +25,9 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
 
     `alignment` is the cross-attention that gets its own graph. With `speculation`, the contrib variant verifies several
     tokens in one step.
+
+    `shortlist` is a file of Marian with the target tokens that each source token allows. Then only the contrib variant
+    is written, and each text may only have the tokens of its shortlist.
     """
 
     precision: Annotated[
@@ -57,6 +62,13 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
     speculation: Annotated[
         bool, Help("Let one step verify several tokens, for single texts that copy from the source or repeat.")
     ] = False
+    shortlist: Annotated[
+        Path | None,
+        Help(
+            "Lexical shortlist of Marian that limits the tokens of each text, such as lex.50.50.s2t.bin or lex.s2t.gz; "
+            "only for ONNX Runtime on the CPU, in fp32, int8 or int4."
+        ),
+    ] = None
     seed: Annotated[Count, Help("Seed of a preset's random weights.")] = 0
 
     def _problems(self) -> list[str]:
@@ -68,6 +80,8 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
             problems.append("speculation needs the contrib variant; add contrib to the variants")
         if self.speculation and self.graph_precision != "fp32":
             problems.append(f"speculation needs the contrib variant, which does not exist in {self.precision}; omit it")
+        if self.shortlist is not None:
+            problems += self._shortlist_problems()
         if not self.is_calibrated and self.calibration_method != "minmax":
             problem = f"calibration_method is {self.calibration_method}, which needs w8a8 or fp8"
             problems.append(f"{problem}, not {self.precision}; omit it")
@@ -77,6 +91,14 @@ class ExportConfig(Config, subject="export", former={"forms": "variants"}):
         except ConfigError as error:
             problems.append(str(error))
         return problems
+
+    def _shortlist_problems(self) -> Iterator[str]:
+        if "contrib" not in self.variants:
+            yield "shortlist needs the contrib variant; add contrib to the variants"
+        if self.graph_precision != "fp32":
+            yield f"shortlist needs the contrib variant, which does not exist in {self.precision}; use fp32 or int8"
+        if self.speculation:
+            yield "shortlist and speculation exclude each other; omit one of them"
 
     @property
     def quantization(self) -> Quantization | None:

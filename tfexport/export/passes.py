@@ -174,6 +174,9 @@ def append_selection(model: ir.Model, *, by_blocks: bool = False) -> None:
     best_logit = tape.op("Gather", [best, first], {"axis": 1})
     best_probability = tape.op("GatherElements", [probabilities, best_id], {"axis": 1})
     total = tape.op("Sub", [best_logit, tape.op("Log", [best_probability])])
+    for shortlist in graph.inputs:
+        if shortlist.name == contract.SHORTLIST_IDS:
+            ids = tape.op("Gather", [shortlist, ids])
     named: list[tuple[ir.Value, str, ir.DataType, str | int]] = [
         (ids, contract.CANDIDATE_IDS, ir.DataType.INT64, "num_candidates"),
         (best, contract.CANDIDATE_LOGITS, ir.DataType.FLOAT, "num_candidates"),

@@ -23,6 +23,7 @@ from tfexport.export.decoders.contrib import joint_weights
 from tfexport.export.graph_file import save_graph
 from tfexport.export.passes import append_selection, separate_lookups
 from tfexport.export.reorder import reorder_model
+from tfexport.export.shortlist import restrict
 from tfexport.nn.directory import load_weights
 from tfexport.precision import FLOAT, Precision
 
@@ -38,11 +39,13 @@ def write_graphs(
     opset: int,
     alignment: AlignmentHeads | None = None,
     speculation: bool = False,
+    shortlist: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Trace a model, and write and check its graphs and their weight file.
 
     The model is in eval mode; a copy of it is cast to the precision of `spec`. Unsupported variants are skipped.
+    With `shortlist`, the variants are contrib only.
     """
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
@@ -65,8 +68,10 @@ def write_graphs(
             traced[kind.encoder] = trace_encoder(model, spec, opset, source), contract.encoder_graph(spec)
         speculates = speculation and variant == "contrib"
         decoder = trace_decoder(model, spec, variant, kind.opset or opset, speculation=speculates)
+        if shortlist:
+            traced[contract.SHORTLIST] = restrict(decoder, spec), contract.shortlist_graph(spec)
         append_selection(decoder, by_blocks=variant == "contrib")
-        traced[name] = decoder, contract.decoder_graph(spec, variant, speculation=speculates)
+        traced[name] = decoder, contract.decoder_graph(spec, variant, speculation=speculates, shortlist=shortlist)
         portable |= {name} if kind.portable else set()
     if alignment is not None:
         report("tracing the alignment")

@@ -22,8 +22,9 @@ from tfexport.nn.source import encoder_inputs
 from tfexport.nn.transformer import Transformer
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring
-from tfexport.runtime.registry import LoadOptions
+from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Prompts, close_up, given_candidates, rows_of
+from tfexport.runtime.shortlist import Shortlist
 from tfexport.runtime.sources import Array, Sources
 
 # Initial cache capacity in tokens; it doubles when full.
@@ -36,13 +37,19 @@ class EagerSession(CheckedAligner):
     backend = "eager"
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec | None = None, *, alignment: AlignmentHeads | None = None
+        self,
+        model: nn.Module,
+        spec: ModelSpec | None = None,
+        *,
+        alignment: AlignmentHeads | None = None,
+        shortlist: Shortlist | None = None,
     ) -> None:
         """Create a session for a `Transformer`, or a module with its methods and a spec."""
+        self.shortlist = shortlist
         self.has_alignment, self._alignment = alignment is not None, alignment
         self.spec = spec or model_spec(cast(Transformer, model).config, "fp32")
         self.accuracy: Accuracy = self.spec.precision
-        self.limits = Limits.of(self.spec)
+        self.limits = shortlist.limits(Limits.of(self.spec)) if shortlist else Limits.of(self.spec)
         self._model: nn.Module | None = model.eval()
 
     @property
@@ -89,6 +96,7 @@ class EagerBatch(CheckedScoring):
         self._source_mask = self._tensor(np.empty((0, 0), np.bool_))
         self._kind, self._capacity = session.spec.cache, FIRST_CAPACITY
         self._cross: list[Tensor] = []  # keys and values of each layer, [sources, heads, source_len, …]
+        self._may_follow = self._tensor(np.empty((0, session.spec.vocab), np.bool_))  # with a shortlist
         self._past: list[Tensor] = []  # of each layer, keys and values [rows, heads, capacity, …] or a state
 
     @torch.inference_mode()
@@ -104,6 +112,8 @@ class EagerBatch(CheckedScoring):
             pairs = zip(self._cross, cross, strict=True)
             self._cross = [torch.cat([_grown(part, (len(part), -1, length, -1)) for part in pair]) for pair in pairs]
             self._source_mask = torch.cat([_grown(part, (-1, length)) for part in (self._source_mask, mask)])
+        if shortlist := self._session.shortlist:
+            self._may_follow = torch.cat((self._may_follow, self._tensor(np.stack(shortlist.masks(sources)))))
         self._grow_past(first + new * self.width)
         self.lengths = np.concatenate((self.lengths, np.zeros(new * self.width, np.int64)))
         self._read(first, prompts)
@@ -134,6 +144,8 @@ class EagerBatch(CheckedScoring):
         self.lengths = self.lengths[rows]
         self._past, self._cross = self._take(self._past, rows), self._take(self._cross, remaining)
         self._source_mask = self._source_mask.index_select(0, self._tensor(remaining))
+        if self._session.shortlist:
+            self._may_follow = self._may_follow.index_select(0, self._tensor(remaining))
 
     def _read(self, first: int, prompts: Prompts) -> None:
         # The last token of a prompt is read by the first step; equally long prompts are read together.
@@ -154,6 +166,8 @@ class EagerBatch(CheckedScoring):
         cross = Cross(paired([part[sources] for part in self._cross]), self._source_mask[sources])
         logits: Tensor = self._session.open_model().decode_step(ids, cross, cache).float()
         self.lengths[rows] += target_ids.shape[1]
+        if self._session.shortlist:
+            logits = logits.where(self._may_follow[sources].repeat_interleave(self.width, 0), -torch.inf)
         return logits
 
     def _grow_past(self, rows: int) -> None:
@@ -210,7 +224,8 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> EagerSession:
             f"eager: decoder variant {options.variant} is a graph, which this backend does not run; leave it out"
         )
     manifest = bundle.manifest
-    return EagerSession(load_eager_model(bundle), manifest.spec, alignment=manifest.alignment)
+    shortlist = Graphs.of(bundle).shortlist()
+    return EagerSession(load_eager_model(bundle), manifest.spec, alignment=manifest.alignment, shortlist=shortlist)
 
 
 def load_eager_model(bundle: Bundle) -> Transformer:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
 from tfexport._arguments import is_one_of, is_whole, word_problems
 from tfexport._io.extras import install_command
-from tfexport.contract import DEVICE, AlignmentHeads, Device, DeviceKind, ModelSpec, Variant, device_parts
+from tfexport._io.names import SHORTLIST_TABLE
+from tfexport.contract import DEVICE, SHORTLIST, AlignmentHeads, Device, DeviceKind, ModelSpec, Variant, device_parts
 from tfexport.errors import BackendError, ConfigError, raise_all, shortened
 from tfexport.precision import Quantized
 from tfexport.runtime.cpu import MAX_THREADS
+from tfexport.runtime.shortlist import Shortlist
 
 if TYPE_CHECKING:
     from tfexport.bundle.bundle import Bundle
@@ -61,6 +63,11 @@ class Graphs:
     weights: Quantized | None = None  # if narrower than the precision of `spec`
     bundle: Bundle | None = None  # None during an export
     alignment: AlignmentHeads | None = None  # of the alignment graph, if there is one
+
+    def shortlist(self) -> Shortlist | None:
+        """Read the shortlists that the graphs are for; None if texts may have all tokens."""
+        path = self.paths.get(SHORTLIST)
+        return None if path is None else Shortlist.read(path.parent / SHORTLIST_TABLE, self.spec)
 
     @classmethod
     def of(cls, bundle: Bundle) -> Graphs:

@@ -69,6 +69,7 @@ class Limits:
     source_length: Limit
     target_length: Limit  # tokens that the decoder reads
     candidates: Limit  # per row of a step
+    end_ids: frozenset[int] | None = None  # tokens that may end a text; None for all
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Limits:

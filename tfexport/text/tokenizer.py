@@ -127,6 +127,10 @@ class Tokenizer:
             raise InputError(f"token {token!r} is not in the target's vocabulary; give one of its tokens, or an id")
         return found
 
+    def pair_ids(self, source: str, target: str) -> tuple[int | None, int | None]:
+        """Return the ids of a source and a target token; None for unknown ones."""
+        return self._source.id_of(source), self._target.id_of(target)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Convert target ids to text, without special tokens and unassigned ids."""
         return self._target.decode(ids)

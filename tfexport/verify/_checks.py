@@ -28,6 +28,7 @@ from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions
 from tfexport.runtime.session import Aligns, Floats, Mask, Session, Verifies
+from tfexport.runtime.shortlist import Shortlist
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify._decodes import Stage, compare_all_decodes, compare_long_decodes, compare_own_loop, recorded_texts
 from tfexport.verify._numbers import (
@@ -140,7 +141,12 @@ def _compare(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, re
         max_source_length=min(session.spec.max_source_length for _, session in sessions),
         max_target_length=min(session.spec.max_target_length for _, session in sessions),
     )
-    eager = EagerSession(stages.model.module, replace(spec, precision="fp32"), alignment=stages.graphs.alignment)
+    eager = EagerSession(
+        stages.model.module,
+        replace(spec, precision="fp32"),
+        alignment=stages.graphs.alignment,
+        shortlist=stages.graphs.shortlist(),
+    )
     max_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
     batches = random_batches(spec, min(config.samples, 64), rng, max_rows)
     sources = random_sources(spec, config.samples, rng)
@@ -206,11 +212,11 @@ class _Numbers:
     def __init__(self, model: EagerModel, eager: EagerSession, batches: Sequence[Batch], report: Reporter) -> None:
         self._eager, self._batches, self._report = eager, batches, report
         report("comparing logits: eager full and cached")
-        self._expected = [_all_positions(model, batch) for batch in batches]
+        self._expected = [_all_positions(model, batch, eager.shortlist) for batch in batches]
         self.rounding: list[Numbers] = []
         try:
             several = (0, len(batches) - 1)  # the largest batch, and the longest row
-            wide = [_all_positions(model.double(), batches[number]) for number in several]
+            wide = [_all_positions(model.double(), batches[number], eager.shortlist) for number in several]
         except Exception as error:  # noqa: BLE001 - a user's own module may not run in float64
             report(f"the reference does not run in float64 ({type(error).__name__}): tolerances exclude rounding")
         else:
@@ -248,14 +254,17 @@ class _Numbers:
         return max(FORMATS[session.accuracy].tolerance, *(10 * number.error for number in self.rounding), 0.0)
 
 
-def _all_positions(model: EagerModel, batch: Batch) -> Floats:
+def _all_positions(model: EagerModel, batch: Batch, shortlist: Shortlist | None) -> Floats:
     try:
         outputs = full_outputs(model, batch.sources, batch.target_ids)
     except Exception as error:
         lengths = f"{batch.sources.source_len} source and {batch.target_ids.shape[1]} target tokens"
         remedy = "lower max_source_length or max_target_length of its spec, or correct its code"
         raise ParityError(f"the reference fails for {lengths} ({raised_by(error)}); {remedy}") from error
-    return outputs[:, batch.prefill - 1 :].copy()  # a view would keep all positions in memory
+    found = outputs[:, batch.prefill - 1 :].copy()  # a view would keep all positions in memory
+    if shortlist is not None:
+        found *= np.array(shortlist.masks(batch.sources))[:, None]
+    return found
 
 
 def _alignment(session: Aligns, batch: Batch) -> Floats:

@@ -18,6 +18,7 @@ from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.nn.eager import Generate
 from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Session
+from tfexport.runtime.shortlist import Shortlist
 from tfexport.runtime.sources import Source, pad_sources
 from tfexport.text.config import TextSample
 from tfexport.text.tokenizer import Tokenizer
@@ -164,10 +165,12 @@ def measure_divergence(
 def recorded_texts(stage: Stage, tokenizer: Tokenizer, eager: Session) -> Decodes:
     """Decode the recorded texts and compare them with the user's own code.
 
-    A different token is a tie if the eager model's log-probabilities of both tokens are equal within the error of the
-    stage's logits, because the original may have computed in float64.
+    Texts with tokens outside of their shortlists are left out. A different token is a tie if the eager model's
+    log-probabilities of both tokens are equal within the error of the stage's logits, because the original may have
+    computed in float64.
     """
-    samples = tokenizer.text.samples
+    prefix_len = len(tokenizer.text.target_prefix)
+    samples = [one for one in tokenizer.text.samples if _is_allowed(eager, one.source_ids, one.target_ids[prefix_len:])]
     results = [_decoded(stage.session, tokenizer, sample) for sample in samples]
     expected = [Expected(list(sample.source_ids), sample.target_ids) for sample in samples]
     return _compared(stage, "recorded texts", expected, results, eager)
@@ -179,10 +182,18 @@ def compare_own_loop(
     """Compare greedy decodes in padded batches with the user's own loop."""
     limit, found = min(LOOP_TOKENS, eager.spec.max_target_length), []
     expected = [Expected(source, tuple(generate(source, limit))) for source in sources]
+    expected = [one for one in expected if _is_allowed(eager, one.source, one.target_ids)]
+    sources = [one.source for one in expected]
     for stage in stages:
         results = decode(stage.session, sources, DecodeConfig(max_new_tokens=limit), batch_size=8)
         found.append(_compared(stage, "own loop", expected, [best[0].token_ids for best in results], eager))
     return found
+
+
+def _is_allowed(eager: Session, source: Source, target_ids: Sequence[int]) -> bool:
+    """Return whether a text that was decoded without shortlists may have its tokens with them."""
+    shortlist: Shortlist | None = getattr(eager, "shortlist", None)
+    return shortlist is None or bool(shortlist.masks(pad_sources(eager.spec.source, [source]))[0][[*target_ids]].all())
 
 
 def _compared(

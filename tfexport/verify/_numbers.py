@@ -75,7 +75,8 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
     """Feed the target to a session: a prefix with the sources, then token by token.
 
     Return the logits after the prefix and each later token, [batch, target_len - prefill + 1, vocab]. Those that are
-    not among the session's candidates count as `expected`, or as the last candidate's if that is less.
+    not among the session's candidates count as `expected`, or as the last candidate's if that is less. Those of tokens
+    that a shortlist excludes are 0.
     """
     running, steps, vocab = session.batch(), [], session.spec.vocab
     num_candidates = min(session.limits.candidates.most or vocab, vocab)
@@ -84,6 +85,7 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
         candidates = running.step(batch.target_ids[:, position], num_candidates)
         logits = np.minimum(expected[:, position + 1 - batch.prefill], candidates.logits[:, -1:])
         np.put_along_axis(logits, candidates.token_ids, candidates.logits, 1)
+        logits[logits == -np.inf] = 0
         steps.append(logits)
     return np.stack(steps, 1)
 

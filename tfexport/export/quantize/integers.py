@@ -18,7 +18,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, GraphEntry, Quantization, Variant
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, SHORTLIST, WEIGHTS, GraphEntry, Quantization, Variant
 from tfexport.errors import BundleError, GraphError
 from tfexport.export import graph_file
 from tfexport.export.decoders import VARIANTS, ModuleTraits
@@ -127,7 +127,7 @@ class _IntegerGraph:
     def rewrite(self) -> None:
         graph, old = self._graph, sorted(graph_file.external_weights(self._graph), key=lambda weight: weight.name or "")
         maps = [found for found in linear_maps(graph) if found.is_plain]
-        if not maps:
+        if not maps and graph.name != SHORTLIST:  # which only looks up
             raise GraphError(
                 f"{self._quantization.weights}: no linear map has at least {LEAST_WEIGHTS} weights; export with fp32"
             )

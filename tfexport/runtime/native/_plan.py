@@ -44,8 +44,8 @@ SUPPORTED: Mapping[str, Collection[object] | None] = {
 def problems(bundle: Bundle) -> list[str]:
     """List what the library cannot compute of a bundle."""
     manifest, config = bundle.manifest, bundle.manifest.config
-    if config is None:
-        return ["it holds graphs of an own module"]
+    if config is None or manifest.has_shortlist:
+        return ["it has shortlists" if manifest.has_shortlist else "it holds graphs of an own module"]
     if manifest.spec.precision != "fp32":
         return [f"its precision is {manifest.spec.precision}, expected fp32 or int8"]
     if manifest.quantization is not None and manifest.quantization.weights != "int8":

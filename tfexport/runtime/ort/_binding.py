@@ -35,6 +35,7 @@ class Binding:
         first, last, width, num_candidates, target_len, keeps, scores = shape
         rows, found = (last - first) * width, (last - first) * width * keeps
         self._graphs, self._num_tokens, self._sources = graphs, rows * target_len, slice(first, last)
+        self._width, self._shortlist = width, dict[str, Array]()
         self._io = graphs.decoder_for(self._num_tokens).io_binding()
         self.target_ids: Ids = np.empty((rows, target_len), np.int64)
         self.positions: Ids = np.empty((rows, target_len), np.int64)
@@ -86,8 +87,18 @@ class Binding:
             for name, array in zip(self._graphs.cross, cross, strict=True):
                 self._io.bind_cpu_input(name, array[self._sources])
 
+    def bind_shortlist(self, tokens: dict[str, Array]) -> None:
+        """Bind the inputs of a shortlist, unless they are bound."""
+        if self._shortlist is not tokens:
+            self._shortlist = tokens
+            bias = tokens[contract.SHORTLIST_BIAS][self._sources].repeat(self._width, 0)
+            for name, array in {**tokens, contract.SHORTLIST_BIAS: bias}.items():
+                self._io.bind_cpu_input(name, array)
+
     def release_sources(self) -> None:
         """Let the memory of the sources be freed if it is large."""
+        if self._shortlist:
+            self.bind_shortlist(dict.fromkeys(self._shortlist, _NOTHING))
         if self._cross is not None and len(self._cross) * self._cross[0].nbytes > _MAX_SOURCE_BYTES:
             self._cross = None
             for name in (contract.SOURCE_MASK, *self._graphs.cross):

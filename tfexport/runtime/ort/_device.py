@@ -21,6 +21,7 @@ from tfexport.runtime.cpu import Threads
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
 from tfexport.runtime.session import Candidates, Ids, given_candidates, in_order_of_id
+from tfexport.runtime.shortlist import Shortlist
 from tfexport.runtime.sources import Sources
 
 Array = NDArray[Any]
@@ -113,7 +114,7 @@ def check_contract(session: ort.InferenceSession, name: str, spec: ModelSpec) ->
         for side in (session.get_inputs(), session.get_outputs())
     )
     found = contract.GraphSpec(inputs, outputs)
-    expected = contract.graph_contract(spec, name, speculation=contract.has_speculation(found))
+    expected = contract.graph_contract(spec, name, found)
     problems = contract.contract_problems(found, expected)
     raise_all(BundleError, f"graph {name}", problems, remedy="export the bundle again")
 
@@ -182,6 +183,8 @@ class OrtGraphs:
     # Runs of more tokens than its `encoder_alone` and `decoder_alone` use graphs that `load_several` loads.
     threads: Threads | None = None
     load_several: Callable[[Literal["encoder", "decoder"]], ort.InferenceSession] | None = None
+    shortlist: Shortlist | None = None  # with `lookup`, the graph that looks up weights
+    lookup: ort.InferenceSession | None = None
 
     def __post_init__(self) -> None:
         self._several: dict[str, ort.InferenceSession] = {}
@@ -196,7 +199,7 @@ class OrtGraphs:
 
     def close(self) -> None:
         """Free the graphs, including those of open batches."""
-        self.encoder = self.decoder = None
+        self.encoder = self.decoder = self.lookup = None
         self._several.clear()
         self.spare.clear()
 
@@ -226,6 +229,13 @@ class OrtGraphs:
             found: list[Array] = graph.run(self.cross, sources.inputs)
         except Exception as error:
             raise _run_error(error) from error
+        return found
+
+    def look_up(self, ids: Ids) -> list[Array]:
+        """Return the weights and biases of tokens in the output projection."""
+        found: list[Array] = still_open(self.lookup).run(
+            [contract.SHORTLIST_WEIGHTS, contract.SHORTLIST_BIAS], {contract.SHORTLIST_IDS: ids}
+        )
         return found
 
     def bind_encoder(self, sources: Sources) -> ort.IOBinding:

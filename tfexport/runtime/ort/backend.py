@@ -27,6 +27,7 @@ from tfexport.runtime.ort._concat import ConcatBatch
 from tfexport.runtime.ort._contrib import ContribBatch, encode_ahead
 from tfexport.runtime.ort._device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
 from tfexport.runtime.ort._providers import PROVIDERS, PlacementError, Provider
+from tfexport.runtime.ort._shortlist import ShortlistBatch
 from tfexport.runtime.ort._static import StaticBatch
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import Floats, Ids, Limits, Session
@@ -95,8 +96,20 @@ class OrtSession(CheckedAligner):
         if variant is not None:
             names["decoder"] = contract.DECODER[variant]
         encoder = self._load(names["encoder"], alone=True)
+        self.shortlist = graphs.shortlist()
+        if self.shortlist:
+            self.limits = self.shortlist.limits(self.limits)
+        lookup = self._load(contract.SHORTLIST, alone=True) if self.shortlist else None
         self._graphs = OrtGraphs(
-            spec, self._device, encoder, decoder, gather, self.threads, lambda side: self._load(names[side])
+            spec,
+            self._device,
+            encoder,
+            decoder,
+            gather,
+            self.threads,
+            lambda side: self._load(names[side]),
+            self.shortlist,
+            lookup,
         )
         # The alignment graph is loaded at its first use, because it has its own weights.
         self._aligner: ort.InferenceSession | None = None
@@ -110,6 +123,8 @@ class OrtSession(CheckedAligner):
         assert self.variant is not None
         # Rows with states need not have one length in any variant.
         joins = self.variant == "concat" and not self.spec.cache.grows
+        if self.shortlist:
+            return ShortlistBatch(self._graphs, width)
         return VARIANTS["static" if joins else self.variant][1](self._graphs, width)
 
     def _encode(self, sources: Sources, output: str) -> Floats:
@@ -200,6 +215,7 @@ def _choose_variant(bundle: Bundle, options: LoadOptions) -> Variant | None:
     if contract.DECODER[variant] not in graphs:
         raise BundleError(
             f"{bundle.path}: has no decoder variant {variant}; export it with --variants concat,static,contrib"
+            + " and without --shortlist" * bundle.manifest.has_shortlist
         )
     return variant
 

@@ -72,6 +72,8 @@ class ResolvedBuild:
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
     """Resolve all build options; raise `EngineError` with every problem."""
+    if bundle.manifest.has_shortlist:
+        raise EngineError(f"trt: {bundle.path} is for ONNX Runtime on the CPU; export it again without --shortlist")
     problems = _bundle_problems(bundle, config)
     notes: list[str] = []
     variant = _variant(bundle, config, library, problems, notes)
