@@ -50,7 +50,7 @@ def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
     assert manifest.identity.given() == {"name": "dates", "license": "Apache-2.0"}
     assert len(manifest.text.samples) == 24
     for name, graph in manifest.graphs.items():
-        assert graph.spec == graph_contract(manifest.spec, name, speculation=False)
+        assert graph.spec == graph_contract(manifest.spec, name)
 
 
 def test_a_manifest_of_an_early_version_is_read() -> None:

@@ -17,7 +17,6 @@ from tfexport.cli.options import (
     CommaList,
     config_of,
     config_options,
-    decode_options,
     device_option,
     engine_option,
     is_given,
@@ -27,6 +26,7 @@ from tfexport.cli.options import (
 )
 from tfexport.cli.terminal import inputs_of, print_result, report_line, write_whole
 from tfexport.errors import BenchError, printable
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import comparable
 
 _COMPARABLE = [backend.name for backend in comparable()]
@@ -132,16 +132,15 @@ def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tup
 @click.argument("second", type=PATH)
 @click.option("--input", "source", type=INPUT, required=True, help="File with one text a line.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts in a batch.")
+@config_options(DecodeConfig, "num_beams", "max_new_tokens")
 @loading_options
 @json_option
-@decode_options
 def compare(
     first: Path, second: Path, source: Path, batch_size: int, loading: dict[str, Any], as_json: bool, **options: Any
 ) -> None:
     """Count the texts for which the bundles FIRST and SECOND generate different outputs.
 
-    It shows what a shortlist or another precision changes, and the time of both. Options given here override the
-    bundles' own defaults.
+    It shows what a shortlist or another precision changes, and the time of both.
     """
     from tfexport.bench.outputs import compare_outputs
 
