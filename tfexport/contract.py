@@ -393,13 +393,13 @@ def reorder_spec(precision: Precision) -> GraphSpec:
 
 
 def shortlist_graph(spec: ModelSpec) -> GraphSpec:
-    """Return the contract of the graph that looks up a shortlist's part of the output projection."""
+    """Return the contract of `shortlist.onnx`."""
     ids, *outputs = shortlist_tensors(spec)
     return GraphSpec((ids,), tuple(outputs))
 
 
 def shortlist_tensors(spec: ModelSpec, *bias: Dim) -> tuple[TensorSpec, ...]:
-    """Return the tokens, weights and bias of a shortlist; `bias` are more dimensions of it."""
+    """Return the tensors of a shortlist; `bias` are more dimensions of its bias."""
     return (
         TensorSpec(SHORTLIST_IDS, "int64", (SHORTLIST_LEN,)),
         TensorSpec(SHORTLIST_WEIGHTS, "float32", (SHORTLIST_LEN, spec.d_model)),
@@ -418,7 +418,7 @@ def has_shortlist(decoder: GraphSpec) -> bool:
 
 
 def graph_contract(spec: ModelSpec, name: str, found: GraphSpec | None = None) -> GraphSpec:
-    """Return the contract of a bundle's graph by name, with the options that `found` has."""
+    """Return the contract of a graph by name, with the options that `found` has."""
     for variant, decoder in DECODER.items():
         if name == decoder:
             if found is None or variant != "contrib":

@@ -1,4 +1,4 @@
-"""Compare the texts that two bundles generate for the same inputs, and their times."""
+"""Compare the texts and times of two bundles for the same inputs."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tup
 def compare(
     first: Path, second: Path, source: Path, batch_size: int, loading: dict[str, Any], as_json: bool, **options: Any
 ) -> None:
-    """Count the texts for which the bundles FIRST and SECOND generate different outputs.
+    """Count the texts whose outputs differ between the bundles FIRST and SECOND.
 
     It shows what a shortlist or another precision changes, and the time of both.
     """

@@ -1,4 +1,4 @@
-"""Restrict a decoder to shortlists: logits of some tokens, with a part of the output projection."""
+"""Restrict a decoder to shortlists, and make their table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_shortlist(path: Path, source: Source) -> Shortlist:
 
 
 def restrict(decoder: ir.Model, spec: ModelSpec) -> ir.Model:
-    """Make a decoder compute the logits of a shortlist; return the graph that looks up its weights.
+    """Make a decoder compute a shortlist's logits; return the graph of its weights.
 
     The weights are an input: looking them up in each step would take two to three times as long as the product.
     """

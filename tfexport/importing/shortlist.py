@@ -32,14 +32,19 @@ _MOST_LINE_BYTES = 10_000
 
 
 class Translations(NamedTuple):
-    """The target ids of each source token, and the number of first ids that every text may have."""
+    """The target ids of each source token.
+
+    Every text may have the ids below `first`.
+    """
 
     first: int
     rows: Sequence[NDArray[Any]]
 
 
 def read_shortlist(path: Path, spec: ModelSpec, tokenizer: Tokenizer | None) -> Translations:
-    """Read a shortlist for a model; the tokens of a text file are looked up in its tokenizer.
+    """Read a shortlist for a model.
+
+    The tokenizer has the tokens of a text file.
 
     Raises CheckpointError if the file is damaged or does not fit the model.
     """
@@ -118,7 +123,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str, float]]:
 def _best(
     sources: NDArray[np.int64], targets: NDArray[np.int64], probabilities: NDArray[np.float32], spec: ModelSpec
 ) -> list[NDArray[np.int64]]:
-    """Return the most likely targets of each source; of equal pairs, the last one counts."""
+    """Return the best targets of each source; of equal pairs, the last one counts."""
     _, last = np.unique((sources * spec.vocab + targets)[::-1], return_index=True)
     some = sources.size - 1 - last
     some = some[probabilities[some] > 0]

@@ -17,11 +17,11 @@ from tfexport.contract import DEVICE, SHORTLIST, AlignmentHeads, Device, DeviceK
 from tfexport.errors import BackendError, ConfigError, raise_all, shortened
 from tfexport.precision import Quantized
 from tfexport.runtime.cpu import MAX_THREADS
-from tfexport.runtime.shortlist import Shortlist
 
 if TYPE_CHECKING:
     from tfexport.bundle.bundle import Bundle
     from tfexport.runtime.session import Session
+    from tfexport.runtime.shortlist import Shortlist
 
 AUTO: Final = "auto"
 
@@ -66,6 +66,8 @@ class Graphs:
 
     def shortlist(self) -> Shortlist | None:
         """Read the shortlists that the graphs are for; None if texts may have all tokens."""
+        from tfexport.runtime.shortlist import Shortlist  # needs numpy
+
         path = self.paths.get(SHORTLIST)
         return None if path is None else Shortlist.read(path.parent / SHORTLIST_TABLE, self.spec)
 

@@ -1,4 +1,4 @@
-"""Lexical shortlists: which tokens a text may have, given the tokens of its source."""
+"""Lexical shortlists: which tokens a text may have, given its source."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def compare_own_loop(
 
 
 def _is_allowed(eager: Session, source: Source, target_ids: Sequence[int]) -> bool:
-    """Return whether a text that was decoded without shortlists may have its tokens with them."""
+    """Return whether the shortlist of a source has these tokens."""
     shortlist: Shortlist | None = getattr(eager, "shortlist", None)
     return shortlist is None or bool(shortlist.masks(pad_sources(eager.spec.source, [source]))[0][[*target_ids]].all())
 
