@@ -120,11 +120,13 @@ def damage_weights(bundle: Path) -> None:
 
 
 GENERATION = {"generation.json": {"bytes": 2, "sha256": ""}}
+SHORTLIST = {"shortlist.bin": {"bytes": 2, "sha256": ""}}
 REFUSED: dict[str, Callable[[Path], None]] = {
     "weights.safetensors is not the file that the manifest names": damage_weights,
     "decoder_contrib.onnx": lambda bundle: (bundle / "decoder_contrib.onnx").unlink(),
     "the bundle is encoder-only": partial(edit_manifest, edit=lambda it: it.update(kind="encoder")),
     "the bundle has a format that is not 1": partial(edit_manifest, edit=lambda it: it.update(format_version=2)),
+    "shortlists": partial(edit_manifest, edit=lambda it: it["files"].update(SHORTLIST)),
     "defaults in generation.json": partial(edit_manifest, edit=lambda it: it["files"].update(GENERATION)),
     "the bundle has no tokenizer": partial(edit_manifest, edit=lambda it: it["files"].pop("tokenizer.json")),
 }

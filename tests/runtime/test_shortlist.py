@@ -17,6 +17,7 @@ from tests.conftest import Once
 from tests.importing.marian_shortlist import allowed, write_shortlist
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tfexport.bundle.bundle import open_bundle
+from tfexport.contract import decoder_graph
 from tfexport.decode.offline import decode
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, BundleError, ConfigError, EngineError, GraphError, InputError
@@ -295,3 +296,19 @@ def test_a_damaged_table_is_refused(post: Path, tmp_path: Path, numbers: list[in
     path.write_bytes(np.array(numbers, "<u4").tobytes())
     with pytest.raises(BundleError):
         Shortlist.read(path, open_bundle(post).manifest.spec)
+
+
+@pytest.mark.parametrize("part", ["table", "graph", "inputs"])
+def test_bundles_with_only_some_parts_of_a_shortlist_are_refused(post: Path, part: str) -> None:
+    manifest = open_bundle(post).manifest
+    files, graphs = dict(manifest.files), dict(manifest.graphs)
+    if part == "table":
+        del files["shortlist.bin"]
+    elif part == "graph":
+        del graphs["shortlist"]
+    else:
+        graph, plain = graphs["decoder_contrib"], decoder_graph(manifest.spec, "contrib")
+        graphs["decoder_contrib"] = replace(graph, inputs=plain.inputs, outputs=plain.outputs)
+    with pytest.raises(ConfigError) as error:
+        replace(manifest, files=files, graphs=graphs)
+    assert len(error.value.problems) == 1

@@ -19,6 +19,9 @@ class Bundle {
     if (manifest_.at("format_version") != 1) refuse("the bundle has a format that is not 1");
     if (manifest_.at("kind") != "encoder-decoder") refuse("the bundle is encoder-only and generates no text");
     if (!has("tokenizer.json")) refuse("the bundle has no tokenizer; export it from a model directory with one");
+    if (has("shortlist.bin")) {
+      refuse("the bundle has shortlists, which this program does not apply; export it without --shortlist");
+    }
     if (has("generation.json")) {
       refuse("the bundle has defaults in generation.json, which greedy decoding does not follow");
     }

@@ -17,6 +17,7 @@ export function neededFiles({ format_version, kind, files }) {
     : kind !== "encoder-decoder" ? "is encoder-only and generates no text"
     : !("tokenizer.json" in files) ? "has no tokenizer; export it from a model directory with a tokenizer.json"
     : "generation.json" in files ? "has defaults in generation.json, which greedy decoding does not follow"
+    : "shortlist.bin" in files ? "has shortlists, which this program does not apply; export it without --shortlist"
     : !variant ? "has no decoder in the contrib or the concat variant; export it with --variants concat,contrib"
     : null;
   if (refused) throw new Error(`the bundle ${refused}`);

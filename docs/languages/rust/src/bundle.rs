@@ -74,6 +74,9 @@ impl Bundle {
             _ if self.has("generation.json") => {
                 "has defaults in generation.json, which greedy decoding does not follow"
             }
+            _ if self.has("shortlist.bin") => {
+                "has shortlists, which this program does not apply; export it without --shortlist"
+            }
             None => "has no decoder in the contrib or the concat variant; export it with --variants concat,contrib",
             Some(names) => return Ok(names),
         };
