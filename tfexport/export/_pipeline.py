@@ -16,7 +16,7 @@ from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bun
 from tfexport.bundle.card import render_card
 from tfexport.bundle.manifest import Draft, Identity
 from tfexport.bundle.status import proof_of
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, GraphEntry
+from tfexport.contract import GraphEntry
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
 from tfexport.export._module_probe import check_module, traits_of
 from tfexport.export._source import Source, open_source
@@ -169,9 +169,7 @@ def _write(
         if spec.has_decoder and (others := [variant for variant in variants if variant not in fastest]):
             left_out = " or ".join(others)
             report(f"writing only the {fastest[0]} variant, the fastest in {config.precision}, not {left_out}")
-        graphs = write_graphs(module, spec, Path(scratch), variants=fastest, **options)
-        if ENCODER_CONTRIB in graphs:
-            del graphs[ENCODER]  # belongs to the other variants of the decoder
+        graphs = write_graphs(module, spec, Path(scratch), variants=fastest, always_portable=False, **options)
         return write_integer_graphs(Path(scratch), graphs, directory, config.quantization, report=report)
 
 

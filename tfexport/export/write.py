@@ -40,12 +40,14 @@ def write_graphs(
     alignment: AlignmentHeads | None = None,
     speculation: bool = False,
     shortlist: bool = False,
+    always_portable: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Trace a model, and write and check its graphs and their weight file.
 
     The model is in eval mode; a copy of it is cast to the precision of `spec`. Unsupported variants are skipped.
-    With `shortlist`, the variants are contrib only.
+    With `shortlist`, the variants are contrib only. Without `always_portable`, the portable encoder is left out if no
+    variant reads it.
     """
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
@@ -56,9 +58,9 @@ def write_graphs(
     if speculation and "contrib" not in supported:
         raise GraphError("speculation: needs the contrib variant, which this export does not have; omit it")
     report("tracing the encoder")
-    traced: dict[str, tuple[ir.Model, GraphSpec]] = {
-        ENCODER: (trace_encoder(model, spec, opset), contract.encoder_graph(spec))
-    }
+    traced: dict[str, tuple[ir.Model, GraphSpec]] = {}
+    if always_portable or ENCODER in {VARIANTS[variant].encoder for variant in supported} or not supported:
+        traced[ENCODER] = trace_encoder(model, spec, opset), contract.encoder_graph(spec)
     portable = {ENCODER, contract.ALIGNMENT, REORDER}
     for variant in supported:
         report(f"tracing the decoder, {variant} variant")
