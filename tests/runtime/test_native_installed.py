@@ -52,7 +52,7 @@ def test_a_wheel_is_for_one_platform_and_every_python(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(QEMU is None, reason="qemu-x86_64 is not installed (Debian package qemu-user)")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulated programs are for x86-64")
-@pytest.mark.parametrize(("cpu", "kernels"), [("Haswell", "avx2"), ("Nehalem", "baseline")])
+@pytest.mark.parametrize(("cpu", "kernels"), [("Haswell", "avx2"), ("IvyBridge", "baseline")])
 def test_a_cpu_takes_the_fastest_kernels_that_it_has(
     cpu: str, kernels: str, once: Once, dates_bundle: Path, tmp_path: Path
 ) -> None:
