@@ -43,6 +43,8 @@ POSITIONS = "positions"
 LAST_POSITION = "last_position"
 TOTAL_LENGTH = "total_length"
 NUM_CANDIDATES = "num_candidates"
+WITHOUT_SCORES = "without_scores"  # optional input of some contrib decoders
+MAX_WITHOUT_SCORES = 16  # candidates of such a step
 LOGITS_TO_KEEP = "logits_to_keep"
 LOGITS = "logits"
 CANDIDATE_IDS = "candidate_ids"
@@ -345,6 +347,9 @@ def decoder_graph(
     `logits_to_keep` is the number of last positions whose logits are returned. With `shortlist` (contrib only), logits
     are those of `shortlist_ids`. If layers store a state, a step reads one token of each row, and all variants have the
     same inputs.
+
+    A contrib decoder may have the optional input `without_scores`, which is not listed. If it is true, `logits` has no
+    rows and `log_normalizer` is 1 for rows that needed all logits and 0 for others.
     """
     lengths = [TensorSpec(CACHE_LENGTHS, "int64", ("rows",))]
     positions = {

@@ -59,6 +59,7 @@ class DecodeConfig(Config, subject="decoding"):
     epsilon_cutoff: Annotated[float, Ge(0), Lt(1), Help("Least probability of a token.")] = 0.0
     eta_cutoff: Annotated[float, Ge(0), Lt(1), Help("Least probability of a token, less if many are likely.")] = 0.0
     num_return_sequences: Annotated[int, Ge(1), Le(64), Help("Texts to return for each input, best first.")] = 1
+    return_scores: Annotated[bool, Help("Return scores; greedy search without them is faster.")] = True
     return_alternatives: Annotated[bool, Help("Continue each of the num-return-sequences best next tokens.")] = False
     forced_bos_token_id: Annotated[TokenId | None, Help("Id, or token such as fra_Latn, that texts begin with.")] = None
     forced_eos_token_id: Annotated[EndIds, Help("Id, or several, that a text at its limit ends with.")] = None

@@ -160,7 +160,14 @@ class MultiStepBatch(ScriptedBatch):
     session: MultiStepSession
 
     def multi_step(
-        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+        self,
+        target_ids: Ids,
+        num_candidates: int,
+        steps: int,
+        stop_ids: frozenset[int],
+        banned_ids: frozenset[int],
+        *,
+        needs_scores: bool = True,
     ) -> Candidates:
         found = [self.step(target_ids, num_candidates)]
         while len(found) < steps and stop_ids.isdisjoint(found[-1].token_ids[:, 0].tolist()):

@@ -37,7 +37,14 @@ class SeveralSteps(ScriptedBatch):
         return super().step(target_ids, num_candidates)
 
     def multi_step(
-        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+        self,
+        target_ids: Ids,
+        num_candidates: int,
+        steps: int,
+        stop_ids: frozenset[int],
+        banned_ids: frozenset[int],
+        *,
+        needs_scores: bool = True,
     ) -> Candidates:
         self.session.encoded.append((steps,))
         parts = []

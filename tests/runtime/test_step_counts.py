@@ -183,8 +183,8 @@ def test_tensors_that_are_copied_to_python(
     name = "multi_step" if num_beams == 1 else "step"
     call = getattr(ContribBatch, name)
 
-    def counted(batch: ContribBatch, target_ids: Ids, *settings: int) -> Candidates:
-        found: Candidates = call(batch, target_ids, *settings)
+    def counted(batch: ContribBatch, target_ids: Ids, *settings: int, **options: bool) -> Candidates:
+        found: Candidates = call(batch, target_ids, *settings, **options)
         steps = len(found.token_ids) if name == "multi_step" else 1
         size = found.token_ids.nbytes + found.logits.nbytes + found.log_normalizer.nbytes
         crossed.extend([(len(target_ids), size // steps)] * steps)

@@ -37,7 +37,9 @@ async def test_rows_with_nan_fail_without_the_others(
         return found
 
     monkeypatch.setattr(ContribBatch, "step", lambda batch, ids, count: broken(step(batch, ids, count), ids))
-    monkeypatch.setattr(ContribBatch, "multi_step", lambda batch, ids, *rest: broken(multi(batch, ids, *rest), ids))
+    monkeypatch.setattr(
+        ContribBatch, "multi_step", lambda batch, ids, *rest, **names: broken(multi(batch, ids, *rest, **names), ids)
+    )
     async with serving(dates_bundle, slots=64) as engine:
         waiting = [(text, asyncio.ensure_future(engine.generate(text))) for text in texts]
         prefix = [6, poison]

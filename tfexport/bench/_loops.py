@@ -167,19 +167,26 @@ class _TimedBatch:
 
 class _TimedMultiStep(_TimedBatch):
     def multi_step(
-        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+        self,
+        target_ids: Ids,
+        num_candidates: int,
+        steps: int,
+        stop_ids: frozenset[int],
+        banned_ids: frozenset[int],
+        *,
+        needs_scores: bool = True,
     ) -> Candidates:
-        first = self.step(target_ids, num_candidates)  # a single step, to record the time to the first token
-        parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
-        left = steps - 1
-        while left and stop_ids.isdisjoint((best := _best(parts[-1].token_ids[-1], banned_ids)).tolist()):
-            batch, most = cast(MultiStep, self._batch), min(left, STEPS_TOGETHER)
-            ask = partial(batch.multi_step, best, num_candidates, most, stop_ids, banned_ids)
-            seconds, part = self._times.time("steps", ask)
+        parts, best, left, most = list[Candidates](), target_ids, steps, 1
+        batch = partial(cast(MultiStep, self._batch).multi_step, needs_scores=needs_scores)
+        while not parts or (left and stop_ids.isdisjoint(best.tolist())):
+            name = "steps" if parts else "step"
+            seconds, part = self._times.time(name, partial(batch, best, num_candidates, most, stop_ids, banned_ids))
             taken = len(part.token_ids)
             self._times.step_s.extend([seconds / taken] * taken)
+            self._times.first_step_ended = self._times.first_step_ended or time.perf_counter()
             parts.append(part)
-            left -= taken
+            best, left = _best(part.token_ids[-1], banned_ids), left - taken
+            most = min(left, STEPS_TOGETHER)  # after a single step, which records the time to the first token
         columns = ("token_ids", "logits", "log_normalizer")
         return Candidates(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
 

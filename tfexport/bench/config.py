@@ -111,8 +111,8 @@ class BenchConfig(Config, subject="bench", former={"form": "variant"}):
 
     def decoding(self, cell: Cell) -> DecodeConfig:
         """Return the decoding options of a cell."""
-        length = cell.target_length
-        return DecodeConfig(num_beams=self.num_beams, max_new_tokens=length, min_new_tokens=length or 0)
+        lengths: dict[str, Any] = {"max_new_tokens": cell.target_length, "min_new_tokens": cell.target_length or 0}
+        return DecodeConfig(num_beams=self.num_beams, return_scores=False, **lengths)
 
 
 def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> BenchConfig:

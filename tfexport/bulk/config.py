@@ -75,7 +75,7 @@ def _may_be_file(name: str | PathLike[str]) -> bool:
     return "://" in str(name) or not os.path.lexists(name) or Path(name).is_file()
 
 
-def answer_line(text: str, number: int | None, score: float) -> str:
+def answer_line(text: str, number: int | None, score: float | None) -> str:
     """Format an output as one line, with number and score if `number` is given."""
     line = _LINE_BREAK.sub(" ", text)
-    return line if number is None else f"{number}\t{score:z.4f}\t{line}"
+    return line if number is None else f"{number}\t{'' if score is None else f'{score:z.4f}'}\t{line}"

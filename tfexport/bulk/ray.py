@@ -18,7 +18,7 @@ import ray.data
 
 from tfexport.bulk._job import Meter, Part, Store, run_job
 from tfexport.bulk.config import BulkConfig, Progress, Summary
-from tfexport.bulk.run import Decoder, reader_of
+from tfexport.bulk.run import Decoder, decoding_of, reader_of
 from tfexport.bundle.bundle import open_bundle
 from tfexport.config import Config, Ge, Help
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
@@ -72,7 +72,7 @@ def generate_file(
     with _plain_errors():
         # A worker runs the checks, because this process may lack the backend.
         check = ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_check)
-        decoding, sha256, backend = ray.get(check.remote(path, workers, config, options))
+        decoding, sha256, backend = ray.get(check.remote(path, str(target), workers, config, options))
     opened = open_bundle(Path(path), weights=False)
     tokenizer, processor = load_tokenizer(opened), load_processor(opened)
     assert tokenizer is not None  # otherwise `_check` has raised
@@ -98,10 +98,10 @@ def generate_file(
 
 
 def _check(
-    bundle: str, workers: Workers, config: BulkConfig, options: Mapping[str, Any]
+    bundle: str, target: str, workers: Workers, config: BulkConfig, options: Mapping[str, Any]
 ) -> tuple[DecodeConfig, str, str]:
     with load(bundle, **workers.load_options()) as model:
-        decoder = Decoder(model, config, model.decoding(**options))
+        decoder = Decoder(model, config, decoding_of(model, target, options))
         return decoder.decoding, bundle_sha256(model), model.session.backend
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 from tfexport.bulk._job import NO_TEXT, Meter, Part, Reader, Store, run_job
-from tfexport.bulk.config import BulkConfig, Progress, Summary
+from tfexport.bulk.config import BulkConfig, Progress, Summary, format_of
 from tfexport.contract import ModelSpec
 from tfexport.decode.request import check_requests, check_sources
 from tfexport.errors import BackendError, InputError, TfexportError
@@ -55,7 +56,7 @@ def generate_file(
         BackendError: the backend failed; finished parts are kept.
     """
     config = config or BulkConfig()
-    decoder = Decoder(model, config, model.decoding(**options))
+    decoder = Decoder(model, config, decoding_of(model, target, options))
 
     def decode(store: Store, missing: Sequence[Part], meter: Meter) -> None:
         decoded = 0
@@ -66,6 +67,13 @@ def generate_file(
     reader = reader_of(model.spec, decoder.tokenizer, model.processor)
     facts = decoder.decoding, reader, bundle_sha256(model), model.session.backend
     return run_job(source, target, config, *facts, decode, report, on_progress)
+
+
+def decoding_of(model: Model, target: str | PathLike[str], options: Mapping[str, Any]) -> DecodeConfig:
+    """Return the decoding options; lines of one text for each input have no scores."""
+    decoding = model.decoding(**options)
+    has_scores = format_of(target) != ".txt" or decoding.num_return_sequences > 1
+    return replace(decoding, return_scores=decoding.return_scores and has_scores)
 
 
 def reader_of(spec: ModelSpec, tokenizer: Tokenizer, processor: FeatureProcessor | None) -> Reader:

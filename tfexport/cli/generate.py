@@ -66,6 +66,7 @@ def _generate_lines(
     prefixes = None if prefix is None else [prefix] * len(inputs)
     with lines_to(run.output) as write, progress(len(inputs), run.batch_size) as tick:
         is_numbered = model.decoding(**options).num_return_sequences > 1
+        options = {"return_scores": as_json or is_numbered} | options
         results = model.generate(inputs, prefixes=prefixes, batch_size=run.batch_size, on_progress=tick, **options)
         for result in results:
             if as_json:

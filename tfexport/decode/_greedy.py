@@ -253,6 +253,10 @@ class GreedySearch(Search):
     def follows_best(self) -> bool:
         return not self._samples and all(kind.processors.leave_best for kind in self._choosing)
 
+    @property
+    def needs_scores(self) -> bool:
+        return not self.follows_best or any(request.config.return_scores for request in self.requests)
+
     def steps_ahead(self) -> int:
         self.banned_ids = frozenset()
         if not self.follows_best or self._has_stops:

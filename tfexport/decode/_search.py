@@ -62,6 +62,11 @@ class Search(ABC):
         """Whether rows continue with the best token, unless it is one of `stop_ids`."""
         return False
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether any text needs log-probabilities."""
+        return True
+
     @abstractmethod
     def num_candidates(self) -> int:
         """Return how many of the best next tokens of each row `take` needs, 1 … vocab."""

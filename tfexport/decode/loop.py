@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ class Loop:
             if update.outcome is not None:
                 update.request.status = Status.DONE
         self._forget_empty()
-        return updates
+        return [update if update.request.config.return_scores else _without_scores(update) for update in updates]
 
     def _running_of(self, width: int) -> _RunningBatch:
         if width not in self._running:
@@ -163,6 +163,12 @@ def _equally_long(waiting: deque[Request], count: int) -> list[Request]:
     for request in taken:
         waiting.remove(request)
     return taken
+
+
+def _without_scores(update: Update) -> Update:
+    if not isinstance(update.outcome, list):
+        return update
+    return replace(update, outcome=[replace(one, score=None, log_prob=None) for one in update.outcome])
 
 
 def _steps(found: Candidates, steps: Any) -> Candidates:
@@ -237,11 +243,13 @@ class _RunningBatch:
         token_ids, num_candidates, steps = search.history.newest, search.num_candidates(), search.steps_ahead()
         if most is not None:
             steps = min(steps, most)
-        if steps == 1 or self._multi_step is None:
+        needs_scores = search.needs_scores
+        if self._multi_step is None or (steps == 1 and needs_scores):
             self.num_steps = 1
             return self.batch.step(token_ids, num_candidates)
         # The search takes the last step itself, because that one may end a text.
-        found = self._multi_step.multi_step(token_ids, num_candidates, steps, search.stop_ids, search.banned_ids)
+        ends = search.stop_ids, search.banned_ids
+        found = self._multi_step.multi_step(token_ids, num_candidates, steps, *ends, needs_scores=needs_scores)
         self.num_steps = len(found.token_ids)
         if self.num_steps > 1:
             search.follow(_steps(found, np.s_[:-1]))

@@ -24,14 +24,14 @@ class Hypothesis:
     Attributes:
         token_ids: the prefix and the generated tokens, without the start token. An end-of-sequence token is the last.
         score: log_prob / num_new_tokens ** length_penalty. The exponent is 1 without beams. The prefix does not count.
-        log_prob: Σ log p of the generated tokens.
+        log_prob: Σ log p of the generated tokens. It and the score are None if `return_scores` is false.
         finish_reason: "eos" for an end-of-sequence token, "stop" for a stop string, "length" for the length limit, or
             "time" for the time limit.
     """
 
     token_ids: tuple[int, ...]
-    score: float
-    log_prob: float
+    score: float | None
+    log_prob: float | None
     finish_reason: FinishReason
 
 

@@ -43,7 +43,7 @@ def save_graph(model: ir.Model, path: Path, expected: GraphSpec, *, portable: bo
         written = ir.load(path)
     except Exception as error:
         raise GraphError(f"{path.name}: is not valid ONNX: {first_line(error)}") from error
-    found = GraphSpec(tuple(map(tensor_spec, written.graph.inputs)), tuple(map(tensor_spec, written.graph.outputs)))
+    found = GraphSpec(tuple(map(tensor_spec, _required(written.graph))), tuple(map(tensor_spec, written.graph.outputs)))
     problems = contract_problems(found, expected) + (attention_problems(written) if portable else [])
     raise_all(GraphError, path.name, problems)
 
@@ -121,14 +121,12 @@ def describe_graph(path: Path) -> dict[str, Any]:
     graph = model.graph
     nodes = ir.traversal.RecursiveGraphIterator(graph)
     operators = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
-    # Up to IR version 3, the inputs include the weights.
-    inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     return {
         "ir_version": model.ir_version,
         "opsets": {domain or "ai.onnx": version for domain, version in model.opset_imports.items()},
         "operators": dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         "weight_files": sorted({span(weight).location for weight in external_weights(graph)}),
-        "inputs": [_described(value) for value in inputs],
+        "inputs": [_described(value) for value in _required(graph)],
         "outputs": [_described(value) for value in graph.outputs],
     }
 
@@ -140,6 +138,11 @@ def weight_bytes(graph: bytes) -> int:
     tensors = [value.const_value for value in model.graph.initializers.values()]
     inside = [tensor.nbytes for tensor in tensors if tensor is not None and not isinstance(tensor, ir.ExternalTensor)]
     return sum(place.length for place in outside) + sum(inside)
+
+
+def _required(graph: ir.Graph) -> list[ir.Value]:
+    # Up to IR version 3, the inputs include the weights; later, an initializer is the default of an optional input.
+    return [value for value in graph.inputs if value.name not in graph.initializers]
 
 
 def _described(value: ir.Value) -> dict[str, Any]:

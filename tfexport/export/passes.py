@@ -163,9 +163,9 @@ def append_selection(model: ir.Model, *, by_blocks: bool = False) -> None:
     tape = ir.tape.Tape()
     vocab = logits.shape[1]
     if by_blocks and isinstance(vocab, int) and vocab >= _LEAST_IN_BLOCKS:
-        best, ids = _best_of_blocks(graph, tape, logits, count, vocab)
+        best, ids = best_of_blocks(graph, tape, logits, count, vocab)
     else:
-        best, ids = _top_k(tape, logits, count)
+        best, ids = top_k(tape, logits, count)
     # log Σ exp = logit - log_softmax at the best token, whose probability is at least 1/vocab. Softmax is much faster
     # in ONNX Runtime than ReduceLogSumExp.
     probabilities = tape.op("Softmax", [logits], {"axis": -1})
@@ -189,35 +189,43 @@ def append_selection(model: ir.Model, *, by_blocks: bool = False) -> None:
     graph.outputs[1:1] = [value for value, *_ in named]
 
 
-def _top_k(tape: ir.tape.Tape, values: ir.Value, count: ir.Value, *, largest: int = 1) -> Sequence[ir.Value]:
+def top_k(tape: ir.tape.Tape, values: ir.Value, count: ir.Value, *, largest: int = 1) -> Sequence[ir.Value]:
+    """Return the largest or smallest values of each row, in order, and their places."""
     return tape.op_multi_out("TopK", [values, count], {"axis": -1, "largest": largest, "sorted": 1}, num_outputs=2)
 
 
-def _best_of_blocks(
-    graph: ir.Graph, tape: ir.tape.Tape, logits: ir.Value, count: ir.Value, vocab: int
+def best_of_blocks(
+    graph: ir.Graph,
+    tape: ir.tape.Tape,
+    logits: ir.Value,
+    count: ir.Value,
+    vocab: int,
+    *,
+    name: str = "blocks",
+    block: int = _BLOCK,
 ) -> tuple[ir.Value, ir.Value]:
-    """Return the `count` best logits and their ids, as TopK does.
+    """Return the `count` best logits and their ids, as TopK does; constants begin with `name`.
 
     They are in the `count` blocks with the largest maxima, because each of these has a value that is no less than any
     of the other blocks, or equal with a lower id. ONNX Runtime finds maxima with vector instructions, TopK without.
     """
-    sizes = [size for size in range(64, 257) if vocab % size == 0]
-    size = min(sizes, key=lambda size: abs(size - _BLOCK), default=_BLOCK)
+    sizes = [size for size in range(block // 2, 2 * block + 1) if vocab % size == 0]
+    size = min(sizes, key=lambda size: abs(size - block), default=block)
     if vocab % size:
-        missing = _constant(graph, "blocks.padding", np.array([0, 0, 0, -vocab % size], np.int64))
-        logits = tape.op("Pad", [logits, missing, _constant(graph, "blocks.least", np.array(-np.inf, np.float32))])
+        missing = _constant(graph, f"{name}.padding", np.array([0, 0, 0, -vocab % size], np.int64))
+        logits = tape.op("Pad", [logits, missing, _constant(graph, f"{name}.least", np.array(-np.inf, np.float32))])
     num_blocks = -(-vocab // size)
-    last, width = (_constant(graph, f"blocks.{n}", np.array(v, np.int64)) for n, v in (("axis", [-1]), ("size", size)))
-    shape = _constant(graph, "blocks.shape", np.array([0, num_blocks, size], np.int64))
-    flat = _constant(graph, "blocks.flat", np.array([0, -1], np.int64))
+    last, width = (_constant(graph, f"{name}.{n}", np.array(v, np.int64)) for n, v in (("axis", [-1]), ("size", size)))
+    shape = _constant(graph, f"{name}.shape", np.array([0, num_blocks, size], np.int64))
+    flat = _constant(graph, f"{name}.flat", np.array([0, -1], np.int64))
     blocks = tape.op("Reshape", [logits, shape])
     maxima = tape.op("ReduceMax", [blocks, last], {"keepdims": 0})
-    most = tape.op("Min", [count, _constant(graph, "blocks.count", np.array([num_blocks], np.int64))])
-    _, found = _top_k(tape, maxima, most)
+    most = tape.op("Min", [count, _constant(graph, f"{name}.count", np.array([num_blocks], np.int64))])
+    _, found = top_k(tape, maxima, most)
     # In the order of their ids, so that TopK sees equal values in that order too.
-    chosen, _ = _top_k(tape, found, most, largest=0)
+    chosen, _ = top_k(tape, found, most, largest=0)
     values = tape.op("GatherND", [blocks, tape.op("Unsqueeze", [chosen, last])], {"batch_dims": 1})
-    best, places = _top_k(tape, tape.op("Reshape", [values, flat]), count)
+    best, places = top_k(tape, tape.op("Reshape", [values, flat]), count)
     number = tape.op("Div", [places, width])
     inside = tape.op("Sub", [places, tape.op("Mul", [number, width])])
     first = tape.op("Mul", [tape.op("GatherElements", [chosen, number], {"axis": 1}), width])
@@ -269,7 +277,7 @@ def _takes_last_position(node: ir.Node) -> bool:
 
 
 def separate_lookups(model: ir.Model) -> None:
-    """Add a second initializer of the same bytes for lookups in a multiplied table.
+    """Add a second initializer of the same bytes for other readers of a multiplied table.
 
     ONNX Runtime on the CPU packs the weights of products and then frees the original, unless another operator reads it
     too. Of a table that is only looked up, only the pages that are read need memory. A GPU would copy each initializer.
@@ -277,7 +285,8 @@ def separate_lookups(model: ir.Model) -> None:
     graph = model.graph
     for name, weight in list(graph.initializers.items()):
         stored = weight.const_value
-        readers = [node for node, _ in weight.uses() if node.op_type == "Gather"]
+        # The left operand of a product is not packed.
+        readers = [node for node, place in weight.uses() if node.op_type == "Gather" or place == 0]
         if not isinstance(stored, ir.ExternalTensor) or len(readers) in (0, len(weight.uses())):
             continue
         shape = ir.Shape(stored.shape.numpy())

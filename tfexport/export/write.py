@@ -22,6 +22,7 @@ from tfexport.export.decoders import VARIANTS
 from tfexport.export.decoders.contrib import joint_weights
 from tfexport.export.graph_file import save_graph
 from tfexport.export.passes import append_selection, separate_lookups
+from tfexport.export.ranking import rank_without_scores
 from tfexport.export.reorder import reorder_model
 from tfexport.export.shortlist import restrict
 from tfexport.nn.directory import load_weights
@@ -41,13 +42,14 @@ def write_graphs(
     speculation: bool = False,
     shortlist: bool = False,
     always_portable: bool = True,
+    ranking: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Trace a model, and write and check its graphs and their weight file.
 
     The model is in eval mode; a copy of it is cast to the precision of `spec`. Unsupported variants are skipped.
     With `shortlist`, the variants are contrib only. Without `always_portable`, the portable encoder is left out if no
-    variant reads it.
+    variant reads it. With `ranking`, steps of a large contrib decoder may leave out scores.
     """
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
@@ -82,6 +84,8 @@ def write_graphs(
     graphs = [graph for graph, _ in traced.values()]
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
     if "contrib" in supported:
+        if ranking:
+            rank_without_scores(traced[contract.DECODER["contrib"]][0])
         separate_lookups(traced[contract.DECODER["contrib"]][0])
     if set(supported) - {"contrib"}:  # a GPU can run the other variants
         traced[REORDER] = reorder_model(spec.precision), contract.reorder_spec(spec.precision)

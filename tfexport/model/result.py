@@ -28,7 +28,8 @@ class Result:
     Attributes:
         text: the decoded text, without special tokens. If a stop string ended it, the text ends with that string.
         token_ids: the prefix and the generated tokens, including a final end-of-sequence token.
-        score: log-probability of the generated tokens, divided by their number to the power of length_penalty.
+        score: log-probability of the generated tokens, divided by their number to the power of length_penalty; None if
+            `return_scores` is false.
         finish_reason: "eos" for an end-of-sequence token, "stop" for a stop string, "length" for the length limit, or
             "time" for the time limit.
         index: place of the source text in the call.
@@ -36,7 +37,7 @@ class Result:
 
     text: str
     token_ids: tuple[int, ...] = field(repr=False)
-    score: float
+    score: float | None
     finish_reason: FinishReason
     index: int
 
@@ -57,7 +58,8 @@ class Results(list[Result]):
     """A list of results that notebooks display as a table."""
 
     def _repr_html_(self) -> str:
-        rows = [(one.index, one.text, f"{one.score:.4f}", one.finish_reason) for one in self]
+        scores = ["" if one.score is None else f"{one.score:.4f}" for one in self]
+        rows = [(one.index, one.text, score, one.finish_reason) for one, score in zip(self, scores, strict=True)]
         return _html.table(("index", "text", "score", "finish_reason"), rows)
 
 

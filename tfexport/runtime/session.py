@@ -128,12 +128,20 @@ class MultiStep(Protocol):
     """A batch of one row per source that takes several greedy steps in one call."""
 
     def multi_step(
-        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+        self,
+        target_ids: Ids,
+        num_candidates: int,
+        steps: int,
+        stop_ids: frozenset[int],
+        banned_ids: frozenset[int],
+        *,
+        needs_scores: bool = True,
     ) -> Candidates:
         """Take 1 to `steps` greedy steps, until a row's best token is one of `stop_ids`.
 
         Rows continue with their best token that is not one of `banned_ids`, which are fewer than the candidates. The
         tokens found in the last step are not read. The result has an additional first axis: [steps taken, rows, …].
+        Without `needs_scores`, the tokens are the same, but `log_normalizer` may be 0.
         """
 
 

@@ -457,7 +457,7 @@ class Generated(Named):
 
     text_output: str | list[str] | None = None
     output_ids: list[int] | list[list[int]]
-    scores: float | list[float]
+    scores: float | list[float] | None = None
     finish_reason: str | list[str]
 
 

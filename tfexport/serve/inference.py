@@ -140,7 +140,7 @@ def outputs_of(results: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tenso
         "text_output": [answer.text for answer in answers if isinstance(answer, Result)],
         "output_ids": [token for row in padded for token in row],
         "output_lengths": lengths,
-        "scores": [answer.score for answer in answers],
+        "scores": scores_of(answers) or [],
         "finish_reason": [answer.finish_reason for answer in answers],
     }
     return {
@@ -148,6 +148,12 @@ def outputs_of(results: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tenso
         for name, (datatype, rank) in OUTPUTS.items()
         if values[name]
     }
+
+
+def scores_of(answers: Sequence[Answer]) -> list[float] | None:
+    """Return the scores of answers; None if `return_scores` is false."""
+    scores = [answer.score for answer in answers if answer.score is not None]
+    return scores if len(scores) == len(answers) else None
 
 
 def texts(name: str, raws: Iterable[bytes]) -> list[str]:

@@ -54,11 +54,22 @@ class Expected(NamedTuple):
 
 
 def decode_best(
-    session: Session, sources: Sequence[Source], num_beams: int, batch_size: int, prefixes: Prefixes | None = None
+    session: Session,
+    sources: Sequence[Source],
+    num_beams: int,
+    batch_size: int,
+    prefixes: Prefixes | None = None,
+    *,
+    return_scores: bool = False,
 ) -> list[Hypothesis]:
     """Decode at most 12 tokens of every source, or exactly 12 after `prefixes`."""
     limit = min(NEW_TOKENS, session.spec.max_target_length - num_speech_tokens(session.spec, DecodeConfig()))
-    config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit, min_new_tokens=limit if prefixes else 0)
+    config = DecodeConfig(
+        num_beams=num_beams,
+        max_new_tokens=limit,
+        min_new_tokens=limit if prefixes else 0,
+        return_scores=return_scores,
+    )
     return [best[0] for best in decode(session, sources, config, prefixes=prefixes, batch_size=batch_size)]
 
 
@@ -76,7 +87,7 @@ def compare_long_decodes(
     expected = decode_best(eager, sources, 1, 1, prefixes)
     for stage in stages:
         report(f"decoding up to the length limit: {stage.name}")
-        got = decode_best(stage.session, sources, 1, 1, prefixes)
+        got = decode_best(stage.session, sources, 1, 1, prefixes, return_scores=True)
         found.append(compare_decodes(stage, "full length", eager, sources, expected, got, prefixes=prefixes))
     return found
 

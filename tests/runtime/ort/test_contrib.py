@@ -291,8 +291,8 @@ def test_few_suppressed_tokens_and_several_ends_leave_steps_together(
 ) -> None:
     taken, multi_step = [], ContribBatch.multi_step
 
-    def counted(batch: ContribBatch, *arguments: Any) -> Candidates:
-        found = multi_step(batch, *arguments)
+    def counted(batch: ContribBatch, *arguments: Any, **options: Any) -> Candidates:
+        found = multi_step(batch, *arguments, **options)
         taken.append(len(found.token_ids))
         return found
 
@@ -316,8 +316,8 @@ def test_nan_within_several_steps_is_reported_with_its_place(
 ) -> None:
     multi_step = ContribBatch.multi_step
 
-    def broken(batch: ContribBatch, *arguments: Any) -> Candidates:
-        found = multi_step(batch, *arguments)
+    def broken(batch: ContribBatch, *arguments: Any, **options: Any) -> Candidates:
+        found = multi_step(batch, *arguments, **options)
         found.logits[4, 1], found.log_normalizer[4, 1] = np.nan, np.nan
         return found
 

@@ -51,7 +51,9 @@ def part_outputs(items: Sequence[str] | Sequence[int]) -> dict[str, Tensor]:
 def last_outputs(answer: Answer) -> dict[str, Tensor]:
     """Return a stream's last outputs: an empty text and all ids."""
     values: dict[str, Sequence[Any]] = {"text_output": [""]} if isinstance(answer, Result) else {}
-    values |= {"output_ids": answer.token_ids, "scores": [answer.score], "finish_reason": [answer.finish_reason]}
+    values |= {"output_ids": answer.token_ids, "finish_reason": [answer.finish_reason]}
+    if answer.score is not None:
+        values["scores"] = [answer.score]
     return {name: Tensor(name, OUTPUTS[name][0], (len(given),), given) for name, given in values.items()}
 
 

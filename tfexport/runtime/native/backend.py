@@ -134,7 +134,14 @@ class NativeBatch(CheckedScoring):
         return Candidates(buffers.token_ids.copy(), buffers.logits.copy(), buffers.log_normalizer.copy())
 
     def multi_step(
-        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+        self,
+        target_ids: Ids,
+        num_candidates: int,
+        steps: int,
+        stop_ids: frozenset[int],
+        banned_ids: frozenset[int],
+        *,
+        needs_scores: bool = True,
     ) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
         check_step(self._spec, self.lengths, target_ids, num_candidates, steps)

@@ -12,6 +12,7 @@ from tfexport.runtime.ort._device import Array, OrtGraphs, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 
 _NOTHING = np.empty(0, np.float32)
+_TRUE = np.array(True)
 # Smaller keys and values of the encoder stay bound, because binding others takes longer.
 _MAX_SOURCE_BYTES = 2**16
 
@@ -26,13 +27,14 @@ class Shape(NamedTuple):
     target_len: int = 1  # tokens that are read of each row
     keeps: int = 1  # last tokens of each row whose candidates are returned
     scores: bool = False  # whether all logits are returned
+    skips_scores: bool = False  # whether `log_normalizer` tells which rows needed all logits
 
 
 class Binding:
     """The arrays of steps of one shape, in buffers that NumPy and the graph share."""
 
     def __init__(self, graphs: OrtGraphs, cache: Floats, shape: Shape) -> None:
-        first, last, width, num_candidates, target_len, keeps, scores = shape
+        first, last, width, num_candidates, target_len, keeps, scores, skips_scores = shape
         rows, found = (last - first) * width, (last - first) * width * keeps
         self._graphs, self._num_tokens, self._sources = graphs, rows * target_len, slice(first, last)
         self._width, self._shortlist = width, dict[str, Array]()
@@ -66,6 +68,8 @@ class Binding:
             outputs[contract.LOGITS] = self.all_logits
         for name, array in inputs.items():
             self._io.bind_cpu_input(name, array)
+        if skips_scores:
+            self._io.bind_ortvalue_input(contract.WITHOUT_SCORES, host_value(_TRUE))
         for name, array in outputs.items():
             self._io.bind_ortvalue_output(name, host_value(array))
         shape_of_rows = kind.shapes(rows, cache.shape[3])[0]

@@ -23,6 +23,7 @@ from itertools import groupby
 
 import numpy as np
 
+from tfexport import contract
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedScoring, check_step
 from tfexport.runtime.ort._binding import Binding, Shape
@@ -155,7 +156,14 @@ class ContribBatch(CheckedScoring):
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
     def multi_step(
-        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+        self,
+        target_ids: Ids,
+        num_candidates: int,
+        steps: int,
+        stop_ids: frozenset[int],
+        banned_ids: frozenset[int],
+        *,
+        needs_scores: bool = True,
     ) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
         check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
@@ -163,7 +171,8 @@ class ContribBatch(CheckedScoring):
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
         taken, watched = 0, stop_ids | banned_ids
-        bound = self._bound(num_candidates)
+        skips = not needs_scores and num_candidates <= contract.MAX_WITHOUT_SCORES and self._graphs.skips_scores
+        bound = self._bound(num_candidates, skips_scores=skips)
         bound.target_ids[:, 0] = target_ids
         while True:
             self._place(bound)
@@ -182,10 +191,13 @@ class ContribBatch(CheckedScoring):
             if taken == steps or is_stopped:
                 break
             if self._longest == self._capacity:
-                bound = self._bound(num_candidates)
+                bound = self._bound(num_candidates, skips_scores=skips)
             bound.target_ids[:, 0] = best
         if self._is_even:
             self.lengths += taken
+        if skips:
+            self._graphs.count_unproven(log_normalizer[:taken])
+            log_normalizer[:taken] = 0
         return Candidates(token_ids[:taken], logits[:taken], log_normalizer[:taken])
 
     def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
@@ -333,10 +345,10 @@ class ContribBatch(CheckedScoring):
         self.lengths = self.lengths + ONE
         self._longest += 1
 
-    def _bound(self, num_candidates: int, target_len: int = 1, *, scores: bool = False) -> Binding:
+    def _bound(self, num_candidates: int, target_len: int = 1, **kind: bool) -> Binding:
         if self._longest + target_len > self._capacity:
             self._reserve_rows(0, self._longest + target_len)
-        return self._binding(Shape(0, self._num_sources, self.width, num_candidates, target_len, target_len, scores))
+        return self._binding(Shape(0, self._num_sources, self.width, num_candidates, target_len, target_len, **kind))
 
     def _binding(self, shape: Shape) -> Binding:
         bound = self._bindings.pop(shape, None)

@@ -20,7 +20,7 @@ from tfexport.precision import CALIBRATED, ITEM_BYTES, DType, Quantized
 from tfexport.runtime.cpu import Threads
 from tfexport.runtime.ort._providers import PROVIDERS
 from tfexport.runtime.ort.int8_products import int8_session_options
-from tfexport.runtime.session import Candidates, Ids, given_candidates, in_order_of_id
+from tfexport.runtime.session import Candidates, Floats, Ids, given_candidates, in_order_of_id
 from tfexport.runtime.shortlist import Shortlist
 from tfexport.runtime.sources import Sources
 
@@ -35,6 +35,8 @@ _DTYPE: dict[str, DType] = {f"tensor({'float' if dtype == 'float32' else dtype})
 STEP_SPIN_US = 1000
 # Compute calibrated graphs as they are: ONNX Runtime would move QuantizeLinear before operators without float8 kernels.
 _QDQ_OPTIONS = {"session.disable_quant_qdq": "1"}
+# If more rows of steps without scores need all logits than this share, such steps are slower. A few prove nothing.
+_MOST_UNPROVEN, _FEW_UNPROVEN = 0.25, 64
 # ONNX Runtime counts items in 32 bits without a check (onnxruntime/core/providers/cuda/tensor/gather_impl.cu).
 MAX_ITEMS = 2**31 - 1
 # Overhead of one encoder run, in tokens: between 20 and 70 for small and large models.
@@ -196,6 +198,19 @@ class OrtGraphs:
         self.reads_lengths = contract.CACHE_LENGTHS in inputs
         # Whether the decoder returns the logits of several positions (`--speculation`).
         self.keeps_logits = contract.LOGITS_TO_KEEP in inputs
+        optional = self.decoder.get_overridable_initializers() if self.decoder else []
+        self._can_skip_scores = any(tensor.name == contract.WITHOUT_SCORES for tensor in optional)
+        self.num_ranked = self.num_unproven = 0  # rows of steps without scores, and those that needed all logits
+
+    @property
+    def skips_scores(self) -> bool:
+        """Whether steps without scores are faster, as far as is known."""
+        return self._can_skip_scores and self.num_unproven < _FEW_UNPROVEN + self.num_ranked * _MOST_UNPROVEN
+
+    def count_unproven(self, unproven: Floats) -> None:
+        """Count rows of steps without scores; 1 for each that needed all logits."""
+        self.num_ranked += unproven.size
+        self.num_unproven += int(unproven.sum())
 
     def close(self) -> None:
         """Free the graphs, including those of open batches."""

@@ -60,7 +60,14 @@ class ShortlistBatch(ContribBatch):
         return self._completed(super()._step(target_ids, min(num_candidates, self._bias.size)), num_candidates)
 
     def multi_step(
-        self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int], banned_ids: frozenset[int]
+        self,
+        target_ids: Ids,
+        num_candidates: int,
+        steps: int,
+        stop_ids: frozenset[int],
+        banned_ids: frozenset[int],
+        *,
+        needs_scores: bool = True,
     ) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
         most = min(num_candidates, self._bias.size)

@@ -111,6 +111,7 @@ async def models(request: Request) -> Response:
 def _decoding(data: Completion | Transcription) -> dict[str, Any]:
     fields = data.model_dump(exclude_unset=True, exclude_none=True)
     options = {name: value for name, value in fields.items() if name in _SAME and (name, value) != ("language", "")}
+    options["return_scores"] = False
     options |= {ours: fields[theirs] for theirs, ours in _NAMES.items() if fields.get(theirs) not in (None, "", [])}
     if fields.get("ignore_eos") and "max_new_tokens" in options:
         options["min_new_tokens"] = options["max_new_tokens"]

@@ -24,8 +24,9 @@ async def translate(request: Request, data: TranslateRequest) -> Response:
         raise RequestError(400, f"model {shortened(name)} does not exist; /v2 lists the models")
     with service.count_refusals(name):
         service.check_number("texts", len(texts))
-        beams = {"num_beams": data.alternatives + 1, "num_return_sequences": data.alternatives + 1}
-        options = arguments(beams if data.alternatives else {}, service.config.max_timeout_s)
+        beams: dict[str, Any] = {"num_beams": data.alternatives + 1, "num_return_sequences": data.alternatives + 1}
+        decoding = (beams if data.alternatives else {}) | {"return_scores": False}
+        options = arguments(decoding, service.config.max_timeout_s)
     generations = submit_all(service.loaded_engine(name), texts, [options] * len(texts))
     answers = [[answer.text for answer in each] for each in await answers_of(request, generations)]
     best, others = [each[0] for each in answers], [each[1:] for each in answers]

@@ -21,7 +21,7 @@ from tfexport.model.result import Result
 from tfexport.serve import _schemas as schemas
 from tfexport.serve import http, inference
 from tfexport.serve.http import VERSION, EventStream, RequestError, answers_of, event, service_of, unavailable
-from tfexport.serve.inference import OUTPUTS, Submitted, Tensor, arguments, submit, submit_all
+from tfexport.serve.inference import OUTPUTS, Submitted, Tensor, arguments, scores_of, submit, submit_all
 from tfexport.serve.metrics import Measured, added
 from tfexport.text.tokenizer import Tokenizer
 
@@ -131,7 +131,8 @@ def _generated(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[
     texts = [answer.text for answer in answers if isinstance(answer, Result)]
     outputs: dict[str, list[Any]] = {"text_output": texts} if texts else {}
     outputs["output_ids"] = [list(answer.token_ids) for answer in answers]
-    outputs["scores"] = [answer.score for answer in answers]
+    if (scores := scores_of(answers)) is not None:
+        outputs["scores"] = scores
     outputs["finish_reason"] = [answer.finish_reason for answer in answers]
     return {name: values[0] for name, values in outputs.items()} if is_one else dict(outputs)
 
@@ -144,13 +145,17 @@ async def infer(request: Request, name: str, data: schemas.InferRequest) -> Resp
     with service.count_refusals(name):
         sources, options = inference.parse_inputs(data.tensors, parameters, service.config)
         has_text = engine.model.tokenizer is not None and not isinstance(sources[0], list)
-        existing = [output for output in OUTPUTS if has_text or output != "text_output"]
+        has_scores = options[0].get("return_scores", engine.model.decoding().return_scores)
+        exists = {"text_output": has_text, "scores": has_scores}
+        existing = [output for output in OUTPUTS if exists.get(output, True)]
         requested = {
             output.name: is_binary if output.parameters.binary_data is None else output.parameters.binary_data
             for output in data.outputs
         } or dict.fromkeys(existing, is_binary)
         if wrong := [output for output in requested if output not in existing]:
             raise RequestError(400, f"output {wrong[0]!r} does not exist, expected {', '.join(existing)}")
+        for each in options:
+            each.setdefault("return_scores", "scores" in requested)
     answers = await answers_of(request, submit_all(engine, sources, options))
     outputs = inference.outputs_of(answers, engine.model.spec.tokens.pad)
     written = [_written(outputs[output], is_binary=as_bytes) for output, as_bytes in requested.items()]
