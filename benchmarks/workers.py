@@ -71,7 +71,13 @@ class Tfexport(System):
         self.model = tfexport.load(folder, **({} if threads is None else {"threads": threads}))
 
     def call(self, sources: Sources, num_beams: int, new_tokens: int, exact: bool) -> Callable[[], Any]:
+        from tfexport.generation import DecodeConfig
+
         lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens if exact else 0}
+        if hasattr(
+            DecodeConfig, "return_scores"
+        ):  # not in earlier revisions; CTranslate2 returns none by default either
+            lengths["return_scores"] = False
         batch_size = len(sources) if exact else BATCH_SIZE
         return lambda: self.model.generate_ids(sources, batch_size=batch_size, num_beams=num_beams, **lengths)
 

@@ -155,7 +155,14 @@ def cells_of_all(names: Iterable[str]) -> list[Cells]:
 
 def test_all_options_are_combined() -> None:
     fields = {field.name for field in dataclasses.fields(DecodeConfig)}
-    of_others = {"num_beams", "length_penalty", "early_stopping", "num_return_sequences", "return_alternatives"}
+    of_others = {
+        "num_beams",
+        "length_penalty",
+        "early_stopping",
+        "num_return_sequences",
+        "return_alternatives",
+        "return_scores",
+    }
     of_text = {"max_time", "stop_strings", "prefix_bias_beta", "replace_unknowns", "seed", "prompt_lookup_num_tokens"}
     of_speech = {"language", "task", "return_timestamps", "max_initial_timestamp_index"}
     combined = {name for options in COMBINATIONS.values() for name in options}
