@@ -17,6 +17,7 @@ import tfexport
 from tests.command import TFEXPORT, ran, refuses, run
 from tests.conftest import DATES, ROOT
 from tfexport.runtime.ort import backend as ort_backend
+from tfexport.runtime.ort._contrib import ContribBatch
 
 VOCAB = json.loads((DATES / "tokenizer.json").read_text())["model"]["vocab"]
 TEXTS = ["Dienstag, 3. März 2026", "2026年3月3日火曜日", "30 июня 2019 г.", "15 de septiembre de 2001"]
@@ -73,6 +74,21 @@ def test_json_output_has_all_fields_of_the_result(dates_bundle: Path) -> None:
     assert [(row["text"], row["token_ids"], row["score"], row["finish_reason"]) for row in rows] == [
         (best.text, list(best.token_ids), best.score, best.finish_reason) for best in expected
     ]
+
+
+def test_only_lines_with_scores_need_them(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, multi_step = list[bool](), ContribBatch.multi_step
+
+    def noted(batch: ContribBatch, *arguments: Any, needs_scores: bool) -> Any:
+        asked.append(needs_scores)
+        return multi_step(batch, *arguments, needs_scores=needs_scores)
+
+    monkeypatch.setattr(ContribBatch, "multi_step", noted)
+    for options, wanted in ((), False), (("--json",), True), (("--json", "--no-return-scores"), False):
+        result = run("generate", dates_bundle, TEXTS[0], *options, "--backend", "ort")
+        assert set(asked) == {wanted}
+        assert not options or (json.loads(result.stdout)["score"] is not None) == wanted
+        asked.clear()
 
 
 def test_several_texts_an_input_are_numbered_and_scored(dates_bundle: Path) -> None:

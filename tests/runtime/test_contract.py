@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from tests.runtime.toy import ToySession
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.contract import DECODER, Variant
+from tfexport.decode.offline import decode
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, InputError
 from tfexport.export.decoders.contrib import CONTRIB
+from tfexport.generation import DecodeConfig
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
@@ -316,6 +319,19 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
     assert several.lengths.tolist() == single.lengths.tolist() == [5] * 4
     stop = int(single.step(start, 1).token_ids[2, 0])
     assert len(several.multi_step(start, 1, 3, frozenset({stop}), frozenset()).token_ids) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 5}], ids=str)
+def test_texts_without_scores_are_the_same(one: tuple[Session, Transformer], options: dict[str, Any]) -> None:
+    session, _ = one
+    texts = [[5, 6, 7], [8], [9, 10]]
+    scored, plain = (
+        [best for (best,) in decode(session, texts, DecodeConfig(max_new_tokens=7, return_scores=wanted, **options))]
+        for wanted in (True, False)
+    )
+    assert [one.token_ids for one in plain] == [one.token_ids for one in scored]
+    assert [(one.score, one.log_prob) for one in plain] == [(None, None)] * 3
+    assert all(one.score and one.log_prob for one in scored)
 
 
 def test_banned_tokens_do_not_continue_several_steps(one: tuple[Session, Transformer]) -> None:

@@ -58,6 +58,17 @@ async def test_answers_are_those_of_generate(serve: Serve, model: Model, texts: 
         await asyncio.gather(*(ask(text, KINDS[index % len(KINDS)]) for index, text in enumerate(texts[:40])))
 
 
+async def test_scores_can_be_left_out(serve: Serve, model: Model, texts: list[str]) -> None:
+    async with serve() as served:
+        for kind in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+            data = {"text_input": texts[0], "parameters": {**kind, "return_scores": False}}
+            answer, streamed = await served.post("generate", data), await served.post("generate_stream", data)
+            expected = [one.text for one in model.generate(texts[:1], **kind)]  # type: ignore[arg-type]
+            assert answer.json()["text_output"] == (expected if kind else expected[0])
+            assert "scores" not in answer.json()
+            assert kind or "scores" not in events(streamed.text)[-1]
+
+
 async def test_ids_prefix_id_and_version(serve: Serve, model: Model, texts: list[str]) -> None:
     assert model.tokenizer
     (source,) = model.tokenizer.encode(texts[:1])

@@ -55,6 +55,15 @@ def test_texts_in_texts_out(client: Any, model: Model, texts: list[str], is_bina
     assert result.get_response()["id"] == "7"
 
 
+def test_without_scores_they_are_no_output(client: Any, model: Model, texts: list[str]) -> None:
+    inputs, parameters = [texts_input(texts[:2])], {"return_scores": False}
+    result = client.infer("dates", inputs, parameters=parameters)
+    assert result.as_numpy("text_output").ravel().tolist() == [one.text.encode() for one in model.generate(texts[:2])]
+    assert result.as_numpy("scores") is None
+    with pytest.raises(triton.InferenceServerException, match="output 'scores' does not exist"):
+        client.infer("dates", inputs, parameters=parameters, outputs=[triton.InferRequestedOutput("scores")])
+
+
 def test_outputs_are_bytes_by_default(client: Any, model: Model, texts: list[str]) -> None:
     result = client.infer(
         "dates",
