@@ -204,7 +204,9 @@ def best_of_blocks(
     name: str = "blocks",
     block: int = _BLOCK,
 ) -> tuple[ir.Value, ir.Value]:
-    """Return the `count` best logits and their ids, as TopK does; constants begin with `name`.
+    """Return the `count` best logits and their ids, as TopK does.
+
+    Names of constants begin with `name`.
 
     They are in the `count` blocks with the largest maxima, because each of these has a value that is no less than any
     of the other blocks, or equal with a lower id. ONNX Runtime finds maxima with vector instructions, TopK without.
@@ -277,7 +279,7 @@ def _takes_last_position(node: ir.Node) -> bool:
 
 
 def separate_lookups(model: ir.Model) -> None:
-    """Add a second initializer of the same bytes for other readers of a multiplied table.
+    """Add a second initializer of the same bytes for readers of a multiplied table.
 
     ONNX Runtime on the CPU packs the weights of products and then frees the original, unless another operator reads it
     too. Of a table that is only looked up, only the pages that are read need memory. A GPU would copy each initializer.

@@ -1,4 +1,4 @@
-"""Rank the vocabulary in 8 bits and prove that the best tokens are those of the fp32 product.
+"""Rank the vocabulary in 8 bits, with a proof that the best tokens are right.
 
 A decoder that nobody asks for scores needs no exact logit of most tokens. Let h be the hidden state, w a row of the
 table, ŵ its rounded row, and ĥ the rounded hidden state. Cauchy and Schwarz bound the error of the product of integers:
@@ -69,9 +69,10 @@ def ranking_table(table: NDArray[np.float32], bias: NDArray[np.float32] | None) 
 
 
 def rank_without_scores(model: ir.Model) -> None:
-    """Add the optional input `without_scores` to a decoder with a large plain projection.
+    """Add the optional input `without_scores` to a decoder.
 
-    Its weights are in the weight file, and the selection of tokens is appended.
+    Its weights are in the weight file, and the selection of tokens is appended. Decoders with a small projection, or one
+    that is not plain, are left as they are.
     """
     graph = model.graph
     projection = graph.outputs[0].producer()
@@ -133,7 +134,7 @@ class _Ranking:
         return _branch("ranking", [*tape.nodes, again], [none, *again.outputs, needed])
 
     def _ranked(self, tape: ir.tape.Tape, vocab: int) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Return the largest upper bounds of logits, their ids, and what counts as a tie, [rows, 1]."""
+        """Return the largest upper bounds of logits, their ids, and what is a tie."""
         at, hidden = self._at, self._hidden
         rounded = tape.op_multi_out("DynamicQuantizeLinear", [hidden], num_outputs=3)
         values, scale, zero_point = rounded

@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     target_len: int = 1  # tokens that are read of each row
     keeps: int = 1  # last tokens of each row whose candidates are returned
     scores: bool = False  # whether all logits are returned
-    skips_scores: bool = False  # whether `log_normalizer` tells which rows needed all logits
+    skips_scores: bool = False  # whether `log_normalizer` is 1 for rows that needed all logits
 
 
 class Binding:
