@@ -24,7 +24,7 @@ from tfexport.export.graph_file import read_weight
 from tfexport.export.passes import best_of_blocks, top_k
 from tfexport.export.quantize._linear import linear_maps
 
-# A table of 2 million weights gains 2 to 18 %, and one of a million loses; a file of ONNX has at most 2 GB.
+# A table of 2 million weights gains at most 18 %, and one of a million loses; a file of ONNX has at most 2 GB.
 LEAST_WEIGHTS, _MOST_WEIGHTS = 4_000_000, 2**30
 # Tokens of each row that get exact logits.
 _NUM_RANKED = 48
