@@ -95,7 +95,8 @@ def python(code: str, *arguments: object) -> list[str]:
 
 
 def test_every_module_is_imported() -> None:
-    names = [module.name for module in pkgutil.walk_packages(tfexport.__path__, "tfexport.")]
+    names = {module.name for module in pkgutil.walk_packages(tfexport.__path__, "tfexport.")}
+    names.remove("tfexport.serve._processes")  # for Linux only
     assert python(IMPORTS, *names) == [PLATFORM]
 
 

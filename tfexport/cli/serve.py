@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import partial
 from typing import Any
 
@@ -51,9 +52,12 @@ def serve(bundles: tuple[str, ...], loading: dict[str, Any], log_level: str, acc
             logging.getLogger(name).setLevel(logging.ERROR)
     from tfexport.serve.server import Server
 
-    if config.processes > 1:
+    kind = Server
+    if sys.platform == "linux" and config.processes > 1:  # the configuration refuses several elsewhere
         from tfexport.serve._processes import Processes
-    server = (Server if config.processes == 1 else Processes)(
+
+        kind = Processes
+    server = kind(
         named_bundles(bundles),
         config,
         serving=config_of(ServingConfig, options),

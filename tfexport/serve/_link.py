@@ -25,7 +25,7 @@ class Link:
 
     async def connect(self) -> None:
         """Begin to answer calls; `ended` is done when the other process ends."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._end)
+        reader, self._writer = await asyncio.open_connection(sock=self._end)
         self.ended = asyncio.create_task(self._read(reader))
 
     async def call(self, name: str, *arguments: Any) -> Any:
