@@ -264,6 +264,7 @@ def draw(result: Record, target: Path) -> None:
     axes = figure.subplots()
     axes.set(title="How many times as fast as other systems", xlabel="their time over ours", xscale="log")
     axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(ScalarFormatter())  # few plots span a power of ten
     axes.axvline(1, color="black")
     for index, batch in enumerate(batches):
         for source in sources:
