@@ -10,8 +10,10 @@ from click.testing import CliRunner
 
 from tests.conftest import DATES, Once
 from tests.importing.marian_shortlist import write_shortlist
+from tfexport.bench.outputs import compare_outputs
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
+from tfexport.errors import InputError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 
@@ -56,3 +58,8 @@ def test_changed_outputs_are_counted_and_shown(dates_bundle: Path, short: Path, 
         assert before != after
         assert before in lines
         assert after in lines
+
+
+def test_a_bundle_without_text_is_refused(dates_bundle: Path, random_bundle: Path) -> None:
+    with pytest.raises(InputError, match=str(random_bundle)):
+        compare_outputs((dates_bundle, random_bundle), TEXTS, loading={"threads": 1}, options={})

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tfexport.bundle.bundle import open_bundle
+from tfexport.errors import InputError
 from tfexport.model.load import load
 
 _SHOWN = 3
@@ -54,8 +56,11 @@ def compare_outputs(
 ) -> ComparedOutputs:
     """Generate a text for each input with two bundles, one after the other.
 
-    Raises the errors of `tfexport.load` and `Model.generate`.
+    Raises InputError if a bundle reads no text, and the errors of `tfexport.load` and `Model.generate`.
     """
+    without = [str(bundle) for bundle in bundles if not open_bundle(bundle).manifest.has_tokenizer]
+    if without:
+        raise InputError(f"{' and '.join(without)}: no tokenizer, so texts cannot be read; compare bundles with one")
     outputs, seconds = [], []
     for bundle in bundles:
         with load(bundle, **loading) as model:
