@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import typing
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,12 +75,10 @@ class Service:
     def __init__(self, engines: Mapping[str, Engine], config: HttpConfig, metrics: Metrics | None) -> None:
         self.engines, self.config, self.metrics = engines, config, metrics
         self.is_leaving = False  # a draining server reports not ready but still answers
+        # Returns the result of a method in each process of the server; one with several processes sets it.
+        self.everywhere: Callable[[Literal["health", "measured"]], Awaitable[list[Any]]] = self._here
 
-    async def everywhere(self, method: Literal["health", "measured"]) -> list[Any]:
-        """Return the result of a method in each process of the server.
-
-        This service is of the only process.
-        """
+    async def _here(self, method: str) -> list[Any]:
         return [getattr(self, method)()]
 
     def health(self) -> Health:
