@@ -74,9 +74,8 @@ class Tfexport(System):
         from tfexport.generation import DecodeConfig
 
         lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens if exact else 0}
-        if hasattr(
-            DecodeConfig, "return_scores"
-        ):  # not in earlier revisions; CTranslate2 returns none by default either
+        # CTranslate2 returns no scores by default. Earlier revisions always do.
+        if hasattr(DecodeConfig, "return_scores"):
             lengths["return_scores"] = False
         batch_size = len(sources) if exact else BATCH_SIZE
         return lambda: self.model.generate_ids(sources, batch_size=batch_size, num_beams=num_beams, **lengths)

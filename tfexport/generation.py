@@ -21,7 +21,7 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 class DecodeConfig(Config, subject="decoding"):
-    """Decoding options; names, meaning and defaults are those of transformers.
+    """Decoding options; those of transformers have its names and defaults.
 
     Beams and sampling exclude each other. With `do_sample`, `num_return_sequences` samples are drawn independently.
     Each sample depends only on `seed`, the position of the text in the call and the sample's number.
