@@ -24,7 +24,7 @@ from tfexport.bench.config import BenchConfig, Cell, Scenario, resolve
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Ids
+from tfexport.runtime.session import Candidates, GreedySteps, Ids
 
 
 class Clock:
@@ -159,19 +159,10 @@ class MultiStepSession(ScriptedSession):
 class MultiStepBatch(ScriptedBatch):
     session: MultiStepSession
 
-    def multi_step(
-        self,
-        target_ids: Ids,
-        num_candidates: int,
-        steps: int,
-        stop_ids: frozenset[int],
-        banned_ids: frozenset[int],
-        *,
-        needs_scores: bool = True,
-    ) -> Candidates:
-        found = [self.step(target_ids, num_candidates)]
-        while len(found) < steps and stop_ids.isdisjoint(found[-1].token_ids[:, 0].tolist()):
-            found.append(self.step(found[-1].token_ids[:, 0], num_candidates))
+    def multi_step(self, target_ids: Ids, steps: GreedySteps) -> Candidates:
+        found = [self.step(target_ids, steps.num_candidates)]
+        while len(found) < steps.most and steps.stop_ids.isdisjoint(found[-1].token_ids[:, 0].tolist()):
+            found.append(self.step(found[-1].token_ids[:, 0], steps.num_candidates))
         self.session.taken.append(len(found))
         columns = zip(*((each.token_ids, each.logits, each.log_normalizer) for each in found), strict=True)
         return Candidates(*map(np.stack, columns))

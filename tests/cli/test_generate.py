@@ -18,6 +18,7 @@ from tests.command import TFEXPORT, ran, refuses, run
 from tests.conftest import DATES, ROOT
 from tfexport.runtime.ort import backend as ort_backend
 from tfexport.runtime.ort._contrib import ContribBatch
+from tfexport.runtime.session import Candidates, GreedySteps, Ids
 
 VOCAB = json.loads((DATES / "tokenizer.json").read_text())["model"]["vocab"]
 TEXTS = ["Dienstag, 3. März 2026", "2026年3月3日火曜日", "30 июня 2019 г.", "15 de septiembre de 2001"]
@@ -79,9 +80,9 @@ def test_json_output_has_all_fields_of_the_result(dates_bundle: Path) -> None:
 def test_only_lines_with_scores_need_them(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, multi_step = list[bool](), ContribBatch.multi_step
 
-    def noted(batch: ContribBatch, *arguments: Any, needs_scores: bool) -> Any:
-        asked.append(needs_scores)
-        return multi_step(batch, *arguments, needs_scores=needs_scores)
+    def noted(batch: ContribBatch, target_ids: Ids, steps: GreedySteps) -> Candidates:
+        asked.append(steps.needs_scores)
+        return multi_step(batch, target_ids, steps)
 
     monkeypatch.setattr(ContribBatch, "multi_step", noted)
     for options, wanted in ((), False), (("--json",), True), (("--json", "--no-return-scores"), False):

@@ -18,7 +18,7 @@ from tfexport.decode.loop import SEEN_WITHIN_S
 from tfexport.decode.offline import decode, stream
 from tfexport.decode.score import score
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Ids
+from tfexport.runtime.session import Candidates, GreedySteps, Ids
 
 VOCAB, STEP_S = 16, 0.002
 SEARCHES = [
@@ -36,22 +36,13 @@ class SeveralSteps(ScriptedBatch):
         time.sleep(STEP_S)
         return super().step(target_ids, num_candidates)
 
-    def multi_step(
-        self,
-        target_ids: Ids,
-        num_candidates: int,
-        steps: int,
-        stop_ids: frozenset[int],
-        banned_ids: frozenset[int],
-        *,
-        needs_scores: bool = True,
-    ) -> Candidates:
-        self.session.encoded.append((steps,))
+    def multi_step(self, target_ids: Ids, steps: GreedySteps) -> Candidates:
+        self.session.encoded.append((steps.most,))
         parts = []
-        for _ in range(steps):
-            parts.append(self.step(target_ids, num_candidates))
+        for _ in range(steps.most):
+            parts.append(self.step(target_ids, steps.num_candidates))
             target_ids = parts[-1].token_ids[:, 0]
-            if not stop_ids.isdisjoint(target_ids.tolist()):
+            if not steps.stop_ids.isdisjoint(target_ids.tolist()):
                 break
         return Candidates(*(np.stack(some) for some in zip(*(vars(part).values() for part in parts), strict=True)))
 

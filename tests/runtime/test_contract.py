@@ -30,7 +30,17 @@ from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, ScoresTokens, Session, close_up
+from tfexport.runtime.session import (
+    Batch,
+    Candidates,
+    GreedySteps,
+    Ids,
+    Mask,
+    MultiStep,
+    ScoresTokens,
+    Session,
+    close_up,
+)
 
 MakeSession = Callable[[Transformer], Session]
 
@@ -308,7 +318,7 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
     single, several = begun(session, source, [[1]] * 4), begun(session, source, [[1]] * 4)
     if not isinstance(several, MultiStep):
         return
-    found = several.multi_step(start, 2, 5, stop_ids=frozenset(), banned_ids=frozenset())
+    found = several.multi_step(start, GreedySteps(5, 2))
     assert found.token_ids.shape == (5, 4, 2)
     for step in range(5):
         expected = single.step(start, 2)
@@ -318,7 +328,7 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
         start = expected.token_ids[:, 0]
     assert several.lengths.tolist() == single.lengths.tolist() == [5] * 4
     stop = int(single.step(start, 1).token_ids[2, 0])
-    assert len(several.multi_step(start, 1, 3, frozenset({stop}), frozenset()).token_ids) == 1
+    assert len(several.multi_step(start, GreedySteps(3, 1, frozenset({stop}))).token_ids) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 5}], ids=str)
@@ -342,7 +352,7 @@ def test_banned_tokens_do_not_continue_several_steps(one: tuple[Session, Transfo
     if not isinstance(several, MultiStep):
         return
     banned = frozenset(begun(session, source, [[1]] * 4).step(start, 1).token_ids[:2, 0].tolist())
-    found = several.multi_step(start, 3, 5, stop_ids=banned, banned_ids=banned)
+    found = several.multi_step(start, GreedySteps(5, 3, banned, banned))
     assert len(found.token_ids) == 5
     for step in range(5):
         expected = single.step(start, 3)

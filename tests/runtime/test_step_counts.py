@@ -27,7 +27,7 @@ from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.ort._binding import Binding
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import OrtDevice
-from tfexport.runtime.session import Candidates, Ids
+from tfexport.runtime.session import Candidates, GreedySteps, Ids
 
 BATCH, NEW_TOKENS, BEAMS = 8, 60, 4
 LENGTH = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
@@ -183,8 +183,8 @@ def test_tensors_that_are_copied_to_python(
     name = "multi_step" if num_beams == 1 else "step"
     call = getattr(ContribBatch, name)
 
-    def counted(batch: ContribBatch, target_ids: Ids, *settings: int, **options: bool) -> Candidates:
-        found: Candidates = call(batch, target_ids, *settings, **options)
+    def counted(batch: ContribBatch, target_ids: Ids, asked: int | GreedySteps) -> Candidates:
+        found: Candidates = call(batch, target_ids, asked)
         steps = len(found.token_ids) if name == "multi_step" else 1
         size = found.token_ids.nbytes + found.logits.nbytes + found.log_normalizer.nbytes
         crossed.extend([(len(target_ids), size // steps)] * steps)

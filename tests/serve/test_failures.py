@@ -37,9 +37,7 @@ async def test_rows_with_nan_fail_without_the_others(
         return found
 
     monkeypatch.setattr(ContribBatch, "step", lambda batch, ids, count: broken(step(batch, ids, count), ids))
-    monkeypatch.setattr(
-        ContribBatch, "multi_step", lambda batch, ids, *rest, **names: broken(multi(batch, ids, *rest, **names), ids)
-    )
+    monkeypatch.setattr(ContribBatch, "multi_step", lambda batch, ids, steps: broken(multi(batch, ids, steps), ids))
     async with serving(dates_bundle, slots=64) as engine:
         waiting = [(text, asyncio.ensure_future(engine.generate(text))) for text in texts]
         prefix = [6, poison]

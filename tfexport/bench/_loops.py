@@ -26,6 +26,7 @@ from tfexport.runtime.session import (
     Beams,
     BeamSteps,
     Candidates,
+    GreedySteps,
     Ids,
     MultiBeam,
     MultiStep,
@@ -166,26 +167,16 @@ class _TimedBatch:
 
 
 class _TimedMultiStep(_TimedBatch):
-    def multi_step(
-        self,
-        target_ids: Ids,
-        num_candidates: int,
-        steps: int,
-        stop_ids: frozenset[int],
-        banned_ids: frozenset[int],
-        *,
-        needs_scores: bool = True,
-    ) -> Candidates:
-        parts, best, left, most = list[Candidates](), target_ids, steps, 1
-        batch = partial(cast(MultiStep, self._batch).multi_step, needs_scores=needs_scores)
-        while not parts or (left and stop_ids.isdisjoint(best.tolist())):
-            name = "steps" if parts else "step"
-            seconds, part = self._times.time(name, partial(batch, best, num_candidates, most, stop_ids, banned_ids))
+    def multi_step(self, target_ids: Ids, steps: GreedySteps) -> Candidates:
+        batch, parts, best, left, most = cast(MultiStep, self._batch), list[Candidates](), target_ids, steps.most, 1
+        while not parts or (left and steps.stop_ids.isdisjoint(best.tolist())):
+            take = partial(batch.multi_step, best, steps._replace(most=most))
+            seconds, part = self._times.time("steps" if parts else "step", take)
             taken = len(part.token_ids)
             self._times.step_s.extend([seconds / taken] * taken)
             self._times.first_step_ended = self._times.first_step_ended or time.perf_counter()
             parts.append(part)
-            best, left = _best(part.token_ids[-1], banned_ids), left - taken
+            best, left = _best(part.token_ids[-1], steps.banned_ids), left - taken
             most = min(left, STEPS_TOGETHER)  # after a single step, which records the time to the first token
         columns = ("token_ids", "logits", "log_normalizer")
         return Candidates(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))

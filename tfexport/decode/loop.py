@@ -21,7 +21,18 @@ from tfexport.decode._search import Outcome, Search, forced_outcome, search_key
 from tfexport.decode._speculation import Speculation
 from tfexport.decode.request import Request, Status
 from tfexport.errors import Cancelled
-from tfexport.runtime.session import Batch, Candidates, Ids, MultiBeam, MultiStep, Session, Verifies, close_up, rows_of
+from tfexport.runtime.session import (
+    Batch,
+    Candidates,
+    GreedySteps,
+    Ids,
+    MultiBeam,
+    MultiStep,
+    Session,
+    Verifies,
+    close_up,
+    rows_of,
+)
 from tfexport.runtime.sources import Sources, pad_sources
 
 # Sources join several at a time, an eighth of a full batch, to share an encoder run and the binding of buffers.
@@ -248,8 +259,8 @@ class _RunningBatch:
             self.num_steps = 1
             return self.batch.step(token_ids, num_candidates)
         # The search takes the last step itself, because that one may end a text.
-        ends = search.stop_ids, search.banned_ids
-        found = self._multi_step.multi_step(token_ids, num_candidates, steps, *ends, needs_scores=needs_scores)
+        asked = GreedySteps(steps, num_candidates, search.stop_ids, search.banned_ids, needs_scores)
+        found = self._multi_step.multi_step(token_ids, asked)
         self.num_steps = len(found.token_ids)
         if self.num_steps > 1:
             search.follow(_steps(found, np.s_[:-1]))

@@ -123,25 +123,25 @@ class Batch(Protocol):
         """Remove sources, each once; the last ones take the free places (`close_up`)."""
 
 
+class GreedySteps(NamedTuple):
+    """Greedy steps that a batch is asked to take in one call."""
+
+    most: int  # steps, at least 1
+    num_candidates: int  # 1 … vocab
+    stop_ids: frozenset[int] = frozenset()  # a step whose best token is one of these, in any row, is the last
+    banned_ids: frozenset[int] = frozenset()  # rows continue with their best token that is not one of these
+    needs_scores: bool = True  # if not, the tokens are the same, but `log_normalizer` may be 0
+
+
 @runtime_checkable
 class MultiStep(Protocol):
     """A batch of one row per source that takes several greedy steps in one call."""
 
-    def multi_step(
-        self,
-        target_ids: Ids,
-        num_candidates: int,
-        steps: int,
-        stop_ids: frozenset[int],
-        banned_ids: frozenset[int],
-        *,
-        needs_scores: bool = True,
-    ) -> Candidates:
-        """Take 1 to `steps` greedy steps, until a row's best token is one of `stop_ids`.
+    def multi_step(self, target_ids: Ids, steps: GreedySteps) -> Candidates:
+        """Take greedy steps.
 
-        Rows continue with their best token that is not one of `banned_ids`, which are fewer than the candidates. The
-        tokens found in the last step are not read. The result has an additional first axis: [steps taken, rows, …].
-        Without `needs_scores`, the tokens are the same, but `log_normalizer` may be 0.
+        There are fewer `banned_ids` than candidates. The tokens found in the last step are not read. The result has an
+        additional first axis: [steps taken, rows, …].
         """
 
 

@@ -31,7 +31,7 @@ from tfexport.runtime.ort._cache import FIRST_CAPACITY
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.runtime.session import Batch, Candidates, Ids, Limits, Mask, MultiStep, Session
+from tfexport.runtime.session import Batch, Candidates, GreedySteps, Ids, Limits, Mask, MultiStep, Session
 
 # The buffers double twice, the second time up to the limit.
 LIMIT = 3 * FIRST_CAPACITY
@@ -291,8 +291,8 @@ def test_few_suppressed_tokens_and_several_ends_leave_steps_together(
 ) -> None:
     taken, multi_step = [], ContribBatch.multi_step
 
-    def counted(batch: ContribBatch, *arguments: Any, **options: Any) -> Candidates:
-        found = multi_step(batch, *arguments, **options)
+    def counted(batch: ContribBatch, target_ids: Ids, steps: GreedySteps) -> Candidates:
+        found = multi_step(batch, target_ids, steps)
         taken.append(len(found.token_ids))
         return found
 
@@ -307,7 +307,7 @@ def test_several_steps_stop_at_the_limit(session: OrtSession, model: Transformer
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [1]])
     assert isinstance(batch, MultiStep)
     with pytest.raises(InputError, match=f"the limit is {LIMIT}"):
-        batch.multi_step(np.full(4, 2), 1, LIMIT, frozenset({2}), frozenset())
+        batch.multi_step(np.full(4, 2), GreedySteps(LIMIT, 1, frozenset({2})))
     assert batch.lengths.tolist() == [0, 1, 0, 0]  # type: ignore[attr-defined]
 
 
@@ -316,8 +316,8 @@ def test_nan_within_several_steps_is_reported_with_its_place(
 ) -> None:
     multi_step = ContribBatch.multi_step
 
-    def broken(batch: ContribBatch, *arguments: Any, **options: Any) -> Candidates:
-        found = multi_step(batch, *arguments, **options)
+    def broken(batch: ContribBatch, target_ids: Ids, steps: GreedySteps) -> Candidates:
+        found = multi_step(batch, target_ids, steps)
         found.logits[4, 1], found.log_normalizer[4, 1] = np.nan, np.nan
         return found
 

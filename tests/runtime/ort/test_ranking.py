@@ -27,6 +27,7 @@ from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
+from tfexport.runtime.session import GreedySteps, MultiStep
 
 VOCAB, NEW_TOKENS = 300, 18
 CONFIG = tiny.config(target_vocab=VOCAB)
@@ -165,7 +166,8 @@ def test_rows_with_nan_fail_without_the_others(open_pair: Callable[..., Pair]) -
     batch, start = session.batch(), np.full(3, 1)
     batch.add(tiny.sources(np.array([[4, 5], [6, 7], [8, 9]]), np.ones((3, 2), np.bool_)), [[1]] * 3)
     batch._cross[0][1] = np.nan  # type: ignore[attr-defined]
-    found = batch.multi_step(start, 1, 1, frozenset(), frozenset(), needs_scores=False)  # type: ignore[attr-defined]
+    assert isinstance(batch, MultiStep)
+    found = batch.multi_step(start, GreedySteps(1, 1, needs_scores=False))
     assert np.isnan(found.logits[0, :, 0]).tolist() == [False, True, False]
     again = session.batch()
     again.add(tiny.sources(np.array([[4, 5], [8, 9]]), np.ones((2, 2), np.bool_)), [[1]] * 2)

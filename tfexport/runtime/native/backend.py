@@ -27,6 +27,7 @@ from tfexport.runtime.session import (
     Candidates,
     FinishedBeam,
     Floats,
+    GreedySteps,
     Ids,
     Limits,
     Prompts,
@@ -133,27 +134,19 @@ class NativeBatch(CheckedScoring):
         self.lengths = self.lengths + ONE
         return Candidates(buffers.token_ids.copy(), buffers.logits.copy(), buffers.log_normalizer.copy())
 
-    def multi_step(
-        self,
-        target_ids: Ids,
-        num_candidates: int,
-        steps: int,
-        stop_ids: frozenset[int],
-        banned_ids: frozenset[int],
-        *,
-        needs_scores: bool = True,
-    ) -> Candidates:
+    def multi_step(self, target_ids: Ids, steps: GreedySteps) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
-        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
+        most, num_candidates, stop_ids, banned_ids, _ = steps
+        check_step(self._spec, self.lengths, target_ids, num_candidates, most)
         rows, ids = target_ids.size, np.ascontiguousarray(target_ids)
         stops, banned = np.array([*stop_ids], np.int64), np.array([*banned_ids], np.int64)
-        token_ids = np.empty((steps, rows, num_candidates), np.int64)
-        logits = np.empty((steps, rows, num_candidates), np.float32)
-        log_normalizer = np.empty((steps, rows), np.float32)
+        token_ids = np.empty((most, rows, num_candidates), np.int64)
+        logits = np.empty((most, rows, num_candidates), np.float32)
+        log_normalizer = np.empty((most, rows), np.float32)
         taken = c_int64()
         found = [address(array) for array in (token_ids, logits, log_normalizer)]
         ends = address(stops), stops.size, address(banned), banned.size
-        given = address(ids), rows, num_candidates, steps, *ends
+        given = address(ids), rows, num_candidates, most, *ends
         self._library.call("steps", self._batch.address, *given, *found, byref(taken))
         count = taken.value
         self.lengths = self.lengths + count

@@ -33,6 +33,7 @@ from tfexport.runtime.session import (
     ONE,
     Candidates,
     Floats,
+    GreedySteps,
     Ids,
     Mask,
     Prompts,
@@ -155,21 +156,13 @@ class ContribBatch(CheckedScoring):
         self._run(bound, target_ids)
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
-    def multi_step(
-        self,
-        target_ids: Ids,
-        num_candidates: int,
-        steps: int,
-        stop_ids: frozenset[int],
-        banned_ids: frozenset[int],
-        *,
-        needs_scores: bool = True,
-    ) -> Candidates:
+    def multi_step(self, target_ids: Ids, steps: GreedySteps) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
-        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
-        token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
-        logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
-        log_normalizer = np.empty((steps, target_ids.size), np.float32)
+        most, num_candidates, stop_ids, banned_ids, needs_scores = steps
+        check_step(self._spec, self.lengths, target_ids, num_candidates, most)
+        token_ids = np.empty((most, target_ids.size, num_candidates), np.int64)
+        logits = np.empty((most, target_ids.size, num_candidates), np.float32)
+        log_normalizer = np.empty((most, target_ids.size), np.float32)
         taken, watched = 0, stop_ids | banned_ids
         skips = not needs_scores and num_candidates <= contract.MAX_WITHOUT_SCORES and self._graphs.skips_scores
         bound = self._bound(num_candidates, skips_scores=skips)
@@ -188,7 +181,7 @@ class ContribBatch(CheckedScoring):
             if not watched.isdisjoint(best.tolist()):
                 best = bound.token_ids[np.arange(best.size), best_columns(bound.token_ids, banned_ids)]
                 is_stopped = not stop_ids.isdisjoint(best.tolist())
-            if taken == steps or is_stopped:
+            if taken == most or is_stopped:
                 break
             if self._longest == self._capacity:
                 bound = self._bound(num_candidates, skips_scores=skips)

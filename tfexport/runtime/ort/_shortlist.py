@@ -12,7 +12,7 @@ from tfexport import contract
 from tfexport.runtime.ort._binding import Binding, Shape
 from tfexport.runtime.ort._contrib import ContribBatch
 from tfexport.runtime.ort._device import Array, OrtGraphs
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, close_up
+from tfexport.runtime.session import Candidates, Floats, GreedySteps, Ids, Mask, close_up
 from tfexport.runtime.sources import Sources
 
 
@@ -59,19 +59,12 @@ class ShortlistBatch(ContribBatch):
     def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         return self._completed(super()._step(target_ids, min(num_candidates, self._bias.size)), num_candidates)
 
-    def multi_step(
-        self,
-        target_ids: Ids,
-        num_candidates: int,
-        steps: int,
-        stop_ids: frozenset[int],
-        banned_ids: frozenset[int],
-        *,
-        needs_scores: bool = True,
-    ) -> Candidates:
+    def multi_step(self, target_ids: Ids, steps: GreedySteps) -> Candidates:
         """Take several greedy steps, of a batch with one row for each source."""
-        most = min(num_candidates, self._bias.size)
-        return self._completed(super().multi_step(target_ids, most, steps, stop_ids, banned_ids), num_candidates)
+        found = super().multi_step(
+            target_ids, steps._replace(num_candidates=min(steps.num_candidates, self._bias.size))
+        )
+        return self._completed(found, steps.num_candidates)
 
     def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
         every = self._step(target_ids, self._spec.vocab)
