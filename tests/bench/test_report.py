@@ -20,8 +20,6 @@ from tfexport.bench.config import BenchConfig
 from tfexport.bench.show import lines, render
 from tfexport.errors import BenchError, ConfigError
 
-# What the server scenario has besides.
-
 NUMBER = (int, float)
 DISTRIBUTION = {
     "unit": str,

@@ -23,8 +23,6 @@ from tfexport.bench.run import bench_bundle, run_process
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import BenchError
 
-# Small enough for a fraction of a second.
-
 
 @pytest.fixture(scope="session")
 def measured(once: Callable[[str, Callable[[Path], object]], Path], dates_bundle: Path) -> Path:

@@ -128,7 +128,7 @@ def test_refused_requests_are_counted(dates_bundle: Path, tmp_path: Path, texts:
     assert refused in found["validity"]["reasons"]
 
 
-def test_missing_requirements_are_reported(dates_bundle: Path, texts: Path) -> None:
+def test_missing_requirements_are_reported(texts: Path) -> None:
     refuses(run("bench", *QUICK, "--rate", 5), "neither a bundle nor a server; pass BUNDLE or --url")
     nowhere = ("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5)
     refuses(run(*nowhere), "sources are missing; set --input")
@@ -178,7 +178,7 @@ def test_an_invalid_answer_counts_as_refused(answer: bytes) -> None:
         asked(url)
 
 
-def test_a_token_is_shown_and_not_reported(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
+def test_a_token_is_shown_and_not_reported(tmp_path: Path, texts: Path) -> None:
     received: list[bytes] = []
     (tmp_path / "token").write_text("open sesame\nanother\n")
     with saying(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno", received) as url:

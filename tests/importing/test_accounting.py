@@ -132,7 +132,7 @@ def test_folded_and_ignored_by_the_layout(tmp_path: Path) -> None:
 # Entries next to the state dict
 
 
-def test_the_state_of_an_optimizer_is_recognized_and_counted(own: Path, tmp_path: Path) -> None:
+def test_the_state_of_an_optimizer_is_recognized_and_counted(tmp_path: Path) -> None:
     model = Notebook004()
     optimizer = torch.optim.Adam(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]

@@ -124,7 +124,6 @@ def test_attention_equals_that_of_transformers(name: str) -> None:
     positions = torch.arange(9)[None]
     causal = torch.zeros(9, 9, dtype=torch.float64).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     usual = {"base": 1e4, "dim": 8, "pairs": "halves", "scaling": "none", "factor": 8.0, "original_length": 8192}
-    usual = {"base": 1e4, "dim": 8, "pairs": "halves", "scaling": "none", "factor": 8.0, "original_length": 8192}
     base, dim, pairs, *scaling = (changes.get(f"rotary_{name}", value) for name, value in usual.items())
     rotary = Rotary(base, dim, 8, pairs, (scaling[0], scaling[1], scaling[2]))
     with torch.no_grad():

@@ -28,6 +28,7 @@ from tfexport.tensorrt._kernels import RuntimeCacheStore
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.session._replica import MAX_FREE_REPLICAS
+from tfexport.tensorrt.session._step import SURE_AFTER, Step
 from tfexport.tensorrt.session.session import TrtSession
 
 VARIANTS: tuple[Variant, ...] = ("static", "concat")
@@ -91,6 +92,39 @@ def test_no_step_waits_for_the_stream(dates: Model) -> None:
         new = batch.step(new, 1).token_ids[:, 0]
         assert any(stream.waiting for stream in cuda._streams.values()), "the next step is under way"
     assert cuda.counts["synchronize"] == before
+
+
+@pytest.mark.parametrize("prompt", [False, True], ids=["late", "at once"])
+def test_steps_overlap_as_long_as_the_best_tokens_are_used(
+    dates: Model, prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that asks for several candidates has to use the best ones for a while before."""
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        call = getattr(Step, name)
+        monkeypatch.setattr(Step, name, lambda *arguments: (calls.append(name), call(*arguments))[1])
+
+    watch("feed")
+    watch("follow")
+    batch, _ = dates.started(dates.trt(cuda=CudaDouble(prompt=prompt)), 2)
+    histories = [[dates.start], [dates.start]]
+
+    def steps(count: int, num_candidates: int) -> list[str]:
+        calls.clear()
+        for _ in range(count):
+            found = batch.step(np.array([history[-1] for history in histories]), num_candidates)
+            assert_as_alone(dates, found, dates.sources[:2], histories)
+            for history, token in zip(histories, found.token_ids[:, 0].tolist(), strict=True):
+                history.append(token)
+        return [*calls]
+
+    assert steps(SURE_AFTER, 4) == ["feed"] * SURE_AFTER, "not sure yet"
+    assert steps(2, 4) == ["feed", "follow", "follow"]
+    histories[1][-1] = 5
+    assert steps(1, 4) == ["feed"], "one row has another token, and the next step is not begun"
+    last = dates.spec.max_target_length - SURE_AFTER - 3
+    assert steps(last, 1) == ["feed"] + ["follow"] * (last - 1), "there is no step after the last position"
 
 
 class UncapturableEngine(FakeEngine):
