@@ -1,29 +1,20 @@
-"""Run the whole acceptance on doubles, and kill it once in each part.
-
-The program below imports everything once and forks for each part.
-"""
+"""Run the whole acceptance on doubles, and kill it once in each part."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
-from unittest import mock
 
 import pytest
 import torch
 
 from tests import tiny
-from tests.conftest import ROOT
 from tests.debug.planted import FC1
 from tests.gpu import acceptance, behavior, decodes, latency, parity, primitives, test_engine_double
 from tests.gpu.job import Job, read_lines
@@ -49,18 +40,20 @@ class KilledError(BaseException):
     """The whole acceptance was killed."""
 
 
-# ---- the test
-
-
 @pytest.mark.slow
-def test_a_kill_in_any_part_loses_no_number(dates_bundle: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.gpu.test_dry_run", str(dates_bundle), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_kill_in_any_part_loses_no_number(
+    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    for target, name, double in doubles(dates_bundle):
+        monkeypatch.setattr(target, name, double)
+    for _ in range(len(PARTS) + 1):
+        with suppress(KilledError):
+            acceptance.main(["--output", str(tmp_path), "--work", str(tmp_path / "work")])
     report = json.loads((tmp_path / "report.json").read_text())
     assert {part["part"]: (part["status"], part["is_complete"]) for part in report["parts"]} == {
         part.name: ("passed", True) for part in PARTS
-    }, done.stdout
+    }
     for part in report["parts"]:
         lines = read_lines(tmp_path / "parts" / f"{part['part']}.jsonl")
         ended = [line for line in lines if line["status"] != "unfinished"]
@@ -75,58 +68,33 @@ def test_a_kill_in_any_part_loses_no_number(dates_bundle: Path, tmp_path: Path) 
     assert all(f"\n| {backend} | " in text for backend, _ in measured)
 
 
-# ---- the program
-
-
-def main(dates: Path, output: Path) -> None:
-    (output / "work").mkdir()
-    with ExitStack() as stack:
-        for target, name, double in doubles(dates):
-            stack.enter_context(mock.patch.object(target, name, double))
-        for _ in range(len(PARTS) + 1):
-            try:
-                acceptance.main(["--output", str(output), "--work", str(output / "work")])
-            except KilledError:
-                continue
-
-
-def fork(command: Sequence[str], settings: Mapping[str, str], log: IO[bytes], limit_s: float) -> int | None:
-    """Run a part in a fork; the first one is killed in its second check, and the acceptance with it."""
-    marker = Path(settings[FOUND]).with_suffix(".killed")
-    is_first = not marker.exists()
-    marker.touch()
-    child = os.fork()
-    if not child:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        job = DyingJob(Path(settings[WORK]), Path(settings[FOUND]), dies=is_first)
-        (part,) = (part for part in PARTS if command[-1].endswith(f"[{part.name}]"))
-        part.run(job)
-        if is_first:  # it has only one check
-            job.dies_in = 1
-            Path(settings[FOUND]).unlink()
-            part.run(job)
-        os._exit(int(bool(job.failed)))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if is_first:
-        assert code == -signal.SIGKILL, code
-        raise KilledError
-    return code
-
-
 class DyingJob(Job):
-    def __init__(self, work: Path, found: Path, *, dies: bool) -> None:
-        super().__init__(work, found)
-        self.dies_in = 2 if dies else 0
+    def __init__(self, settings: Mapping[str, str], dies_in: int) -> None:
+        super().__init__(Path(settings[WORK]), Path(settings[FOUND]))
+        self.dies_in = dies_in
 
     def check(self, name: str, call: Any, *arguments: Any, **options: Any) -> bool:
         def dying(numbers: dict[str, Any]) -> None:
             call(numbers)
             self.dies_in -= 1
             if self.dies_in == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                raise KilledError
 
         return super().check(name, dying, *arguments, **options)
+
+
+def run_here(command: Sequence[str], settings: Mapping[str, str], log: IO[bytes], limit_s: float) -> int:
+    """Run a part in this process; the first time, it dies in its second check, and the acceptance with it."""
+    found = Path(settings[FOUND])
+    marker, (part,) = found.with_suffix(".killed"), (p for p in PARTS if command[-1].endswith(f"[{p.name}]"))
+    if not marker.exists():
+        marker.touch()
+        part.run(DyingJob(settings, 2))
+        found.unlink()
+        part.run(DyingJob(settings, 1))  # it has only one check
+    job = DyingJob(settings, 0)
+    part.run(job)
+    return int(bool(job.failed))
 
 
 def doubles(dates: Path) -> list[tuple[Any, str, Any]]:
@@ -171,7 +139,7 @@ def doubles(dates: Path) -> list[tuple[Any, str, Any]]:
     diagnosis = Diagnosis("0", "3.11", "Linux x86_64", (), "", (), (), (), ())
     report = SimpleNamespace(numbers=(), decodes=(), passed=True)
     return [
-        (acceptance, "run_process", fork),
+        (acceptance, "run_process", run_here),
         (acceptance, "skipped", lambda part: ""),
         (acceptance, "diagnose", lambda: diagnosis),
         (Job, "bundle", bundle),
@@ -211,7 +179,3 @@ def doubles(dates: Path) -> list[tuple[Any, str, Any]]:
         (test_engine_double, "contract_session", lambda place, variant, once: (None, None)),
         (test_engine_double, "check_contract", lambda session, model: None),
     ]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
