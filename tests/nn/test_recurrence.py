@@ -1,35 +1,20 @@
-"""Recurrent decoder layers: NumPy with the formulas of the paper, and long, extreme sequences."""
+"""Recurrent decoder layers on long, extreme sequences; their logits are compared in tests/importing/test_marian.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests import tiny
-from tests.nn.numpy_recurrence import NumpyRecurrence
 from tfexport.errors import ConfigError
 from tfexport.nn.cache import linear_scan
 from tfexport.nn.config import model_spec
 
 MODEL = tiny.model(tiny.VARIANTS["ssru"])
-MIXERS = ("ssru", "average")
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-@torch.no_grad()
-def test_logits_equal_those_of_numpy(mixer: str) -> None:
-    """For every row of a batch with padding."""
-    model = tiny.model(tiny.VARIANTS[mixer])
-    batch, reference = tiny.batch(), NumpyRecurrence(model)
-    found = model(*batch).numpy()
-    for row, (ids, mask, target) in enumerate(zip(*batch, strict=True)):
-        expected = reference.logits(reference.encode(ids[mask].tolist()), target.tolist())
-        np.testing.assert_allclose(found[row], expected, atol=1e-12 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("gate", [-60.0, -3.0, 0.0, 8.0, 40.0])

@@ -1,4 +1,4 @@
-"""Texts of a model with states instead of keys and values, on every backend, compared with NumPy."""
+"""Graphs of a model with states instead of keys and values; test_contract.py runs them on every backend."""
 
 from __future__ import annotations
 
@@ -9,35 +9,13 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.nn.numpy_recurrence import NumpyRecurrence
 from tests.runtime.exported import Once, exported
-from tests.runtime.test_contract import BACKENDS
 from tfexport.contract import DECODER
-from tfexport.decode.offline import decode
 from tfexport.errors import GraphError
 from tfexport.export.write import write_graphs
-from tfexport.generation import DecodeConfig
 from tfexport.nn.config import model_spec
 
-MODELS = {name: tiny.model(tiny.VARIANTS[name], dtype=torch.float32) for name in ("ssru", "average")}
-MODEL = MODELS["ssru"]
-SOURCES = [[7, 12, 9, 30, 4], [3], [28, 5, 6, 7, 8, 9, 10, 11], [14, 15]]
-LENGTH = 12
-
-
-@pytest.mark.parametrize("mixer", MODELS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_texts_equal_those_of_numpy(backend: str, mixer: str, once: Once) -> None:
-    model = MODELS[mixer]
-    session, reference = BACKENDS[backend](model, once), NumpyRecurrence(model)
-    greedy = decode(session, SOURCES, DecodeConfig(max_new_tokens=LENGTH))
-    assert [list(found.token_ids) for (found,) in greedy] == [reference.greedy(one, LENGTH) for one in SOURCES]
-    options = {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.0, "early_stopping": True}
-    searched = decode(session, SOURCES, DecodeConfig.from_dict({"max_new_tokens": LENGTH, **options}), batch_size=6)
-    for source, found in zip(SOURCES, searched, strict=True):
-        expected = reference.beams(source, LENGTH, 3)
-        assert [list(one.token_ids) for one in found] == [ids for _, ids in expected]
-        assert [one.log_prob for one in found] == pytest.approx([total for total, _ in expected], abs=1e-4)
+MODEL = tiny.model(tiny.VARIANTS["ssru"], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", DECODER.values())
