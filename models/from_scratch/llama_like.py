@@ -22,6 +22,7 @@ class Args:
     positions: str = "rotary"
     scaling: str = "none"
     interleaved: bool = False
+    is_cross_turned: bool = False  # cross-attention is rotated too
     norm: str = "rms"  # or "layer", with a bias
     sandwich: bool = False
     parallel: str = ""  # "shared" norm, or norms of its "own"
@@ -65,7 +66,7 @@ class Attend(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, keep: Tensor, *, is_self: bool = True) -> Tensor:
         args = self.args
         q, k, v = split(self.wq(x), args.heads), split(self.wk(memory), args.kv_heads), self.wv(memory)
-        if is_self and args.positions == "rotary":
+        if args.positions == "rotary" and (is_self or args.is_cross_turned):
             q, k = (rotated(one, frequencies(args), interleaved=args.interleaved) for one in (q, k))
         times = args.heads // args.kv_heads
         k, v = k.repeat_interleave(times, 1), split(v, args.kv_heads).repeat_interleave(times, 1)

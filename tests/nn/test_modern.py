@@ -200,67 +200,6 @@ def test_equals_t5gemma() -> None:
     assert (found - expected.logits).abs().max() < TOLERANCE * 10
 
 
-class ByHand:
-    """A recent model in PyTorch's own functions, with rotary positions as complex numbers."""
-
-    def __init__(self, state: dict[str, Tensor], *, base: float, dim: int) -> None:
-        self.state, self.base, self.dim = state, base, dim
-
-    def __call__(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
-        x = F.embedding(source_ids, self.state["enc.embed.weight"])
-        for i in range(2):
-            name = f"enc.layers.{i}"
-            y = self.norm(x, f"{name}.norm1")
-            x = x + self.attend(y, y, f"{name}.self", source_mask[:, None, None])
-            x = x + self.network(self.norm(x, f"{name}.norm2"), f"{name}.ffn")
-        memory = self.norm(x, "enc.norm")
-        x = F.embedding(target_ids, self.state["dec.embed.weight"])
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        for i in range(2):
-            name = f"dec.layers.{i}"
-            y = self.norm(x, f"{name}.norm1")
-            x = x + self.attend(y, y, f"{name}.self", causal)
-            x = x + self.attend(self.norm(x, f"{name}.norm2"), memory, f"{name}.cross", source_mask[:, None, None])
-            x = x + self.network(self.norm(x, f"{name}.norm3"), f"{name}.ffn")
-        return self.norm(x, "dec.norm") @ self.state["out.weight"].T
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.state[f"{name}.weight"], 1e-5)
-
-    def network(self, x: Tensor, name: str) -> Tensor:
-        fc1, fc2, gate = (self.state[f"{name}.{part}.weight"] for part in ("fc1", "fc2", "gate"))
-        return (F.silu(x @ fc1.T) * (x @ gate.T)) @ fc2.T
-
-    def attend(self, x: Tensor, y: Tensor, name: str, mask: Tensor) -> Tensor:
-        q, k, v, o = (self.state[f"{name}.{part}.weight"] for part in "qkvo")
-        query, key, value = ((z @ w.T).unflatten(-1, (-1, 8)).transpose(1, 2) for z, w in ((x, q), (y, k), (y, v)))
-        found = F.scaled_dot_product_attention(self.turn(query), self.turn(key), value, mask, enable_gqa=True)
-        return found.transpose(1, 2).flatten(2) @ o.T
-
-    def turn(self, x: Tensor) -> Tensor:
-        frequency = (1.0 / self.base ** (torch.arange(0, self.dim, 2).float() / self.dim)).double()
-        angles = torch.arange(x.shape[2]).double()[:, None] * frequency
-        pairs = torch.view_as_complex(x[..., : self.dim].unflatten(-1, (-1, 2)).contiguous())
-        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-        return torch.cat((turned, x[..., self.dim :]), -1)
-
-
-@pytest.mark.parametrize(("base", "dim"), [(10000.0, 8), (500.0, 4)])
-def test_equals_a_model_by_hand(base: float, dim: int) -> None:
-    """Queries and keys of cross-attention are rotated too."""
-    side = {"norm_place": "pre", "final_norm": True, "num_kv_heads": 2}
-    plain = replace(tiny.VARIANTS["modern"], qk_norm="none", logit_softcap=0.0, rotary_base=base, rotary_dim=dim)
-    plain = replace(plain, rotary_scaling="none")
-    config = replace(plain, encoder=tiny.config(encoder=side).encoder, decoder=tiny.config(decoder=side).decoder)
-    model, batch = tiny.model(config), tiny.batch()
-    with torch.no_grad():
-        found = model(*batch)
-        expected = ByHand(model.state_dict(), base=base, dim=dim)(*batch)
-        other: Transformer = tiny.model(replace(config, rotary_cross=False))
-        assert (other(*batch) - found).abs().max() > 0.01
-    assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
-
-
 def test_relu_squared_and_shared_heads_of_an_encoder() -> None:
     config = tiny.config(encoder={"num_kv_heads": 1, "layers": 1}, activation="relu2", attention_bias=False)
     model, batch = tiny.model(config), tiny.batch()

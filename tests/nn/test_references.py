@@ -1,8 +1,7 @@
-"""The canonical model equals PyTorch's and Hugging Face's transformers with the same weights."""
+"""T5 in float64 throughout, and norms."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import numpy as np
@@ -13,9 +12,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tests import tiny
-from tests.nn.foreign import canonical, canonical_from_torch
+from tests.nn.foreign import canonical
 from tests.tiny import VOCAB, Batch
-from tfexport.contract import TokenIds
 from tfexport.nn.layers import LayerNorm
 from tfexport.nn.transformer import Transformer
 
@@ -71,36 +69,6 @@ def test_equals_t5_in_float64_throughout(
     assert ours.config.tie_output == (version == "v1.0")
     assert_same(ours, theirs, tiny.batch())
     assert_same(ours, theirs, tiny.batch(source_len=150, target_len=140))
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_equals_torch(activation: str, norm_first: bool) -> None:
-    transformer = nn.Transformer(
-        32, 4, 2, 3, 48, 0.0, activation=activation, norm_first=norm_first, batch_first=True, dtype=torch.float64
-    )
-    source_embedding = nn.Embedding(VOCAB, 32, dtype=torch.float64)
-    target_embedding = nn.Embedding(VOCAB + 4, 32, dtype=torch.float64)
-    generator = nn.Linear(32, VOCAB + 4, dtype=torch.float64)
-    for seed, module in enumerate((transformer, source_embedding, target_embedding, generator)):
-        tiny.randomise(module, seed)
-    positions = torch.randn(20, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ours = canonical_from_torch(
-        transformer.eval(), source_embedding, target_embedding, generator, positions, TokenIds(pad=0, start=1, eos=2)
-    )
-    source_ids, source_mask, target_ids = batch = tiny.batch()
-    with torch.no_grad():
-        source = source_embedding(source_ids) * math.sqrt(32) + positions[: source_ids.shape[1]]
-        target = target_embedding(target_ids) * math.sqrt(32) + positions[: target_ids.shape[1]]
-        memory = transformer.encoder(source, src_key_padding_mask=~source_mask)
-        decoded = transformer.decoder(
-            target, memory, tgt_mask=torch.ones(7, 7, dtype=torch.bool).triu(1), memory_key_padding_mask=~source_mask
-        )
-        hidden, logits = ours.hidden_states(source_ids, source_mask), ours(*batch)
-    assert (hidden - memory)[source_mask].abs().max() < TOLERANCE
-    assert (logits - generator(decoded)).abs().max() < TOLERANCE
 
 
 def by_numpy(kind: str, x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:

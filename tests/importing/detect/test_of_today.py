@@ -21,6 +21,7 @@ ALIBI: dict[str, Value] = {"positions": "none", "relative_bias": "alibi"}
 LLAMA3: dict[str, Value] = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_length": 8192}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
     "grouped heads": ({"kv_heads": 2}, ROTARY),
+    "rotated cross-attention": ({"kv_heads": 2, "is_cross_turned": True}, {**ROTARY, "rotary_cross": True}),
     "one head of keys, tied": (
         {"kv_heads": 1, "interleaved": True, "tied": True},
         {**ROTARY, "rotary_pairs": "interleaved"},
@@ -35,7 +36,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
 }
 
 
-QUICK = ("grouped heads", "ALiBi", "parallel", "sandwich")
+QUICK = ("grouped heads", "rotated cross-attention", "ALiBi", "parallel", "sandwich")
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def reference_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Torch(nn.Module):
     """nn.Transformer in the usual shell."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.body = nn.Transformer(D, HEADS, 2, 2, 40, batch_first=True)
+        self.body = nn.Transformer(D, HEADS, 2, 2, 40, batch_first=True, **options)
         self.body.encoder.use_nested_tensor = False  # a prototype that warns
         self.source, self.target, self.out = nn.Embedding(SOURCE, D), nn.Embedding(TARGET, D), nn.Linear(D, TARGET)
         self.register_buffer("table", sinusoid_table(16, D))
@@ -67,10 +67,12 @@ class Torch(nn.Module):
         return self.out(self.body(x, y, **masks))
 
 
-def test_a_recorded_model_equals_its_canonical_model(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}], ids=str)
+def test_a_recorded_model_equals_its_canonical_model(options: dict[str, Any], tmp_path: Path) -> None:
     """The layout of PyTorch's own transformer reproduces what was recorded, with random and with own weights."""
     torch.manual_seed(0)
-    model = Torch()
+    model = Torch(**options)
     before = copy.deepcopy(model.state_dict())
     recorded(model, tmp_path / "g", encode=encoded)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
