@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -156,45 +151,15 @@ def test_a_bundle_that_cannot_be_read_is_one_line(bundle: Path, monkeypatch: pyt
     refused(bundle, f"cannot read bundle {bundle}: Permission denied (encoder.onnx); check its permissions")
 
 
-# ---- killed
+# ---- other writers
 
 
-def run_and_die(program: str, *arguments: Path) -> None:
-    """Run Python that must end by SIGKILL."""
-    prelude = """
-        import os, signal, sys
-        from pathlib import Path
-        from tests.bundle.made import CONTENT, fill, make
-        from tfexport.bundle.bundle import create_bundle
-        output = Path(sys.argv[1])
-        def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
-    """
-    source = textwrap.dedent(prelude) + textwrap.dedent(program)
-    root = Path(__file__).parents[2]
-    run = subprocess.run(
-        [sys.executable, "-c", source, *map(str, arguments)], cwd=root, capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == -signal.SIGKILL, run.stderr
-
-
-@pytest.mark.parametrize("exists", [False, True])
-def test_killed_while_writing(tmp_path: Path, exists: bool) -> None:
-    target = tmp_path / "bundle"
-    before = make(target) if exists else None
-    run_and_die(
-        """
-        with create_bundle(output, force=True) as builder:
-            fill(builder, CONTENT | {"weights.safetensors": b"half"})
-            die()
-        """,
-        target,
-    )
-    assert re.fullmatch(r"\.bundle\.lock \.bundle\.tmp-[0-9a-f]{16}", " ".join(siblings(target)))
-    if before:
-        assert open_bundle(target) == before
-    else:
-        refused(target, "there is no bundle")
-    make(target, force=True)
+def test_what_a_killed_writer_left_is_no_bundle(tmp_path: Path) -> None:
+    """tests/fuzz/test_faults.py kills one at every call."""
+    target, left = tmp_path / "bundle", tmp_path / ".bundle.tmp-0123456789abcdef"
+    make(left)
+    refused(target, "there is no bundle")
+    make(target)
     assert siblings(target) == []
 
 

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.bundle.made import CONTENT, fill
+from tests.tensorrt.artifact import stored
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main as tfexport
 from tfexport.errors import TfexportError
-from tfexport.tensorrt.store import engine_names
+from tfexport.tensorrt.store import engine_names, open_engine
 
 Content = dict[str, str]
 EXIT = {"SIGKILL": -9, "SIGTERM": 143, "SIGINT": 130}
@@ -35,6 +36,12 @@ def rewrite(folder: Path) -> None:
     """Replace a bundle; its engine stays."""
     with create_bundle(folder / "out" / "bundle", force=True) as builder:
         fill(builder, CONTENT | {"parity.json": b'{"other": 1}'})
+
+
+def rebuild(folder: Path) -> None:
+    """Replace an engine."""
+    bundle = open_bundle(folder / "out" / "bundle")
+    stored.store(bundle, stored.manifest(bundle, versions={"tfexport": "0.2.0"}), force=True)
 
 
 def import_again(folder: Path) -> None:
@@ -48,6 +55,11 @@ def bundle_of(folder: Path) -> Content:
     return {name: digest for name, digest in content(folder / "out" / "bundle").items() if "/." not in name}
 
 
+def engine_of(folder: Path) -> Content:
+    (name,) = engine_names(folder / "out" / "bundle")
+    return content(open_engine(folder / "out" / "bundle", name).path)
+
+
 def model_of(folder: Path) -> Content:
     from tfexport.nn.directory import load_model
 
@@ -57,6 +69,7 @@ def model_of(folder: Path) -> Content:
 
 COMMANDS: dict[str, tuple[Callable[[Path], None], str, Callable[[Path], Content]]] = {
     "bundle": (rewrite, "out/bundle", bundle_of),
+    "engine": (rebuild, "out/bundle/engines/tensorrt-rtx-static-fp32", engine_of),
     "import": (import_again, "out/model", model_of),
 }
 

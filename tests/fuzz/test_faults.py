@@ -47,12 +47,13 @@ def faults(home: Path, command: str, step: int, *actions: str) -> int:
     return int(found["calls"])
 
 
-def test_a_bundle_is_the_old_or_the_new_one(home: Path) -> None:
-    assert faults(home, "bundle", 4, "EIO", "SIGKILL", "SIGINT") > 50
+@pytest.mark.parametrize("command", ["bundle", "engine"])
+def test_a_bundle_or_engine_is_the_old_or_the_new_one(command: str, home: Path) -> None:
+    assert faults(home, command, 4, "EIO", "SIGKILL", "SIGINT") > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["EIO", "ENOSPC", "EACCES", "SIGKILL", "SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("command", ["bundle", "import"])
+@pytest.mark.parametrize("command", ["bundle", "engine", "import"])
 def test_the_target_is_the_old_or_the_new_one(command: str, action: str, home: Path) -> None:
     assert faults(home, command, 1, action) > 30

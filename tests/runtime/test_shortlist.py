@@ -122,26 +122,6 @@ def greedy(logits: Logits, source: Sequence[int], start: int, most: int) -> tupl
     return tuple(found)
 
 
-def beam_search(logits: Logits, source: Sequence[int], start: int, width: int, most: int) -> tuple[int, ...]:
-    """Search as transformers does, with the mean log-probability as score."""
-    running: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    finished: list[tuple[float, tuple[int, ...]]] = []
-    for length in range(1, most + 1):
-        extended = [
-            (total + log_prob, (*ids, token))
-            for total, ids in running
-            for token, log_prob in enumerate(log_probs(logits(source, [start, *ids])))
-            if log_prob > -np.inf
-        ]
-        extended = sorted(extended, reverse=True)[: 2 * width]
-        finished += [(total / length, ids) for total, ids in extended[:width] if ids[-1] == EOS]
-        running = [one for one in extended if one[1][-1] != EOS][:width]
-        finished = sorted(finished, reverse=True)[:width]
-        if len(finished) == width and running[0][0] / length <= finished[-1][0]:
-            return finished[0][1]
-    return max(finished + [(total / most, ids) for total, ids in running])[1]
-
-
 def test_steps_return_the_tokens_of_each_shortlist(session: Session, bundle: Path) -> None:
     """Sources join and leave; a row's candidates are those of its own source, whatever its neighbors allow."""
     logits, start = logits_of(bundle), session.spec.tokens.start
@@ -176,13 +156,6 @@ def test_greedy_texts(bundle: Path, batch_size: int) -> None:
     assert isinstance(session.batch(), MultiStep)
     found = decode(session, sources, DecodeConfig(max_new_tokens=7), batch_size=batch_size)
     expected = [greedy(logits, source, session.spec.tokens.start, 7) for source in sources]
-    assert [best[0].token_ids for best in found] == expected
-
-
-def test_beams(bundle: Path) -> None:
-    session, logits, sources = opened(bundle), logits_of(bundle), random_sources(6, seed=2)
-    found = decode(session, sources, DecodeConfig(num_beams=4, max_new_tokens=5), batch_size=4)
-    expected = [beam_search(logits, source, session.spec.tokens.start, 4, 5) for source in sources]
     assert [best[0].token_ids for best in found] == expected
 
 

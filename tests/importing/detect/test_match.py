@@ -24,7 +24,7 @@ from tfexport.importing.detect._draft import drafts
 from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import Canonical, apply_layout, possible_heads
-from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_layout, render_layout
+from tfexport.importing.layout.layout import Layout, parse_layout, render_layout
 from tfexport.importing.reference.compare import compare
 from tfexport.importing.reference.outputs import ReferenceOutputs, read_reference, record_reference
 
@@ -136,13 +136,6 @@ def test_a_failed_search_reports_the_best_error(tmp_path: Path) -> None:
     assert "searching: 180 of 200 candidates" in lines
     assert any("error" in line for line in lines)
     parse_layout(render_layout(found.layout), "started")
-
-
-def test_two_layouts_that_fit_by_name_are_both_named() -> None:
-    some = next(iter(builtin_layouts().values()))
-    twins = [Layout(name=name, map=("a.{wb} -> out.{wb}",), arch=some.arch) for name in ("one", "other")]
-    with pytest.raises(CheckpointError, match=r"2 layouts fit by name \(one, other\); give --layout or --reference"):
-        detect({"a.weight": torch.ones(3, 3)}, None, twins)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 from tests.bundle.made import make
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey
+from tfexport._io.strict_json import seal
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import ModelSpec
 from tfexport.tensorrt._manifest import BuildMachine, EngineManifest, PlanEntry
@@ -105,8 +106,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     del data["self_sha256"]
     change(data)
-    data["self_sha256"] = hashlib.sha256((json.dumps(data, indent=2, sort_keys=True) + "\n").encode()).hexdigest()
-    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_bytes(seal(data))
 
 
 def flip(path: Path) -> None:

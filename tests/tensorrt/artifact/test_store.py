@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,41 +149,6 @@ def test_a_bundle_that_cannot_be_written_is_named(bundle: Bundle) -> None:
     (bundle.path / "engines").write_text("in the way")
     with pytest.raises(BundleError, match=r"cannot write engine .*; make the bundle writable"):
         stored.store(bundle, stored.manifest(bundle))
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tfexport._io import atomic
-from tfexport.tensorrt import store as tensorrt_store
-from tfexport.tensorrt.store import add_engine
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if sys.argv[3] == "publishing":
-    # Between the two renames: the old engine is aside, the new one has no name yet.
-    rename = Path.rename
-    Path.rename = lambda self, target: die() if ".tmp-" in self.name else rename(self, target)
-with add_engine(Path(sys.argv[1]), sys.argv[2], force=True) as folder:
-    (folder / "encoder.plan").write_bytes(b"half")
-    if sys.argv[3] == "building":
-        die()
-    for path in (Path(sys.argv[1]) / "engines" / sys.argv[2]).iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-"""
-
-
-@pytest.mark.parametrize("moment", ["building", "publishing"])
-def test_a_killed_build_leaves_the_old_engine_and_no_half_one(bundle: Bundle, engine: Path, moment: str) -> None:
-    before = contents(engine)
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(bundle.path), NAME, moment]
-    assert subprocess.run(command).returncode == -signal.SIGKILL
-    assert engine_names(bundle.path) == [NAME]
-    assert contents(engine) == before
-    assert open_bundle(bundle.path) == bundle
-    stored.store(bundle, stored.manifest(bundle), force=True)
-    assert [path.name for path in engine.parent.iterdir()] == [NAME]
 
 
 # ---- opening

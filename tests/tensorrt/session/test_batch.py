@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import tiny
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.conftest import Model
 from tests.tensorrt.session.trt_double import DoubleSession
 from tfexport.contract import Variant
 from tfexport.errors import InputError
 from tfexport.runtime.session import Candidates, close_up
-from tfexport.runtime.sources import pad_right
 from tfexport.tensorrt.session._batch import TrtBatch
 
 
@@ -210,22 +208,3 @@ def test_no_source_joins_in_the_concat_variant(dates: Model) -> None:
     dates.add(batch, dates.sources[:1], [[dates.start, 5]])
     found = batch.step(np.array([5]), 3)
     assert_as_alone(dates, found, dates.sources[:1], [[dates.start, 5]])
-
-
-def test_a_refused_call_does_not_change_the_batch(dates: Model) -> None:
-    batch, new = dates.started(dates.trt(max_batch=4), 3)
-    ids, mask = pad_right(dates.sources[:2], dates.spec.tokens.pad)
-    for refused in (
-        lambda: batch.add(tiny.sources(ids, mask), [[dates.start]] * 2),
-        lambda: batch.add(tiny.sources(ids[:1], mask[:1]), [[]]),
-        lambda: batch.add(tiny.sources(ids[:1], mask[:1]), [[dates.spec.vocab]]),
-        lambda: batch.add(tiny.sources(ids[:1], ~mask[:1]), [[dates.start]]),
-        lambda: batch.step(new[:2], 1),
-        lambda: batch.reorder(np.array([1, 0, 2])),
-        lambda: batch.remove(np.array([3])),
-        lambda: batch.remove(np.array([1, 1])),
-    ):
-        with pytest.raises(InputError):
-            refused()
-        assert batch.lengths.tolist() == [0, 0, 0]
-    assert_as_alone(dates, batch.step(new, 3), dates.sources[:3], [[dates.start]] * 3)

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 import tfexport
 from tests.gpu import behavior
 from tests.tensorrt.cuda_double import CudaDouble
-from tests.tensorrt.session.conftest import SOURCES, Model
+from tests.tensorrt.session.conftest import Model
 from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.trace import trace_calls
@@ -34,42 +33,9 @@ from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.session.session import TrtSession
 
-VARIANTS: tuple[Variant, ...] = ("static", "concat")
-
 
 def dates_ort(model: Model, variant: Variant = "static") -> Session:
     return OrtSession(Graphs(model.graphs, model.spec), variant, threads=1)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 4, "num_return_sequences": 2},
-    "odd beams": {"num_beams": 3, "length_penalty": 0.5, "early_stopping": "never"},
-    "samples": {"do_sample": True, "top_k": 5, "num_return_sequences": 3, "seed": 1},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("prompt", [False, True], ids=["late", "at once"])
-def test_decodes_as_onnx_runtime_does(dates: Model, variant: Variant, prompt: bool, options: dict[str, Any]) -> None:
-    config = DecodeConfig(**options)
-    session = dates.trt(variant, cuda=CudaDouble(prompt=prompt), max_batch=20)
-    prefixes = [[5] * (place % 3) for place in range(SOURCES)]
-    for given in (None, prefixes):
-        found = decode(session, dates.sources, config, prefixes=given, batch_size=7)
-        expected = decode(dates_ort(dates, variant), dates.sources, config, prefixes=given, batch_size=7)
-        assert [[h.token_ids for h in text] for text in found] == [[h.token_ids for h in text] for text in expected]
-        scores, wanted = ([h.score for text in results for h in text] for results in (found, expected))
-        np.testing.assert_allclose(scores, wanted, atol=1e-4)
-
-
-def test_no_text_depends_on_its_batch(dates: Model) -> None:
-    session, config = dates.trt(max_batch=6), DecodeConfig()
-    alone = [decode(session, [source], config)[0][0].token_ids for source in dates.sources]
-    for batch_size in (2, 3, 5, 6):
-        found = decode(session, dates.sources, config, batch_size=batch_size)
-        assert [text[0].token_ids for text in found] == alone
 
 
 def test_threads_decode_at_once_over_the_same_engines(dates: Model) -> None:
