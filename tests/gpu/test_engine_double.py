@@ -39,6 +39,12 @@ from tfexport.tensorrt.session.session import TrtSession
 VARIANTS: tuple[Variant, ...] = ("static", "concat")
 # Memory that stays allocated between sessions, for the code of kernels.
 SLACK_BYTES = 16 << 20
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 2},
+    "odd beams": {"num_beams": 3, "length_penalty": 0.5, "early_stopping": "never"},
+    "samples": {"do_sample": True, "top_k": 5, "num_return_sequences": 3, "seed": 1},
+}
 
 
 class UncapturableEngine(TorchEngine):
@@ -90,14 +96,18 @@ class PlacedModel(Model):
 
 def decodes(dates: PlacedModel, variant: Variant) -> None:
     expected, session = test_decode.dates_ort(dates, variant), dates.trt(variant, max_batch=32)
-    for name, options in test_decode.OPTIONS.items():
+    for name, options in OPTIONS.items():
         assert dates.tokens(session, **options) == dates.tokens(expected, **options), name
     session.close()
     assert session.cuda.is_empty
 
 
 def batch_sizes(dates: PlacedModel) -> None:
-    test_decode.test_no_text_depends_on_its_batch(dates)
+    session, config = dates.trt(max_batch=6), DecodeConfig()
+    expected = [decode(session, [source], config)[0][0].token_ids for source in dates.sources]
+    for batch_size in (2, 3, 5, 6):
+        found = decode(session, dates.sources, config, batch_size=batch_size)
+        assert [text[0].token_ids for text in found] == expected
 
 
 def joins(dates: PlacedModel) -> None:
