@@ -17,7 +17,7 @@ SOURCES = Path(__file__).parent / "src"
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mprefer-vector-width=512"
 _X86 = {"avx512": _AVX512, "avx2": "-mavx2 -mfma", "baseline": "-mssse3"}
 FLAGS: dict[str, str] = _X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
-_COMMON = "-std=c++17 -shared -fvisibility=hidden -Wall -Wextra -Wno-psabi"
+_COMMON = "-std=c++17 -pthread -shared -fvisibility=hidden -Wall -Wextra -Wno-psabi"
 _STATIC = "-static-libstdc++ -static-libgcc"
 # By `sys.platform`: the ending of a library's name, and flags.
 SYSTEMS = {

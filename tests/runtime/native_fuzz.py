@@ -83,7 +83,8 @@ class Fuzz:
         for _ in range(calls):
             if not self.batches or self.rng.random() < 0.1:
                 made, width = ctypes.c_void_p(), self.size(int(self.rng.integers(1, 6)))
-                if self.call("batch", model, width, ctypes.byref(made)):
+                threads = min(self.size(int(self.rng.integers(1, 4))), 24)
+                if self.call("batch", model, width, threads, ctypes.byref(made)):
                     assert made.value
                     if width < 100:
                         self.batches.append((made.value, width, 0))

@@ -38,7 +38,7 @@ from tfexport.errors import BackendError, Cancelled, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.directory import load_model, save_model
-from tfexport.runtime import registry
+from tfexport.runtime import cpu, registry
 from tfexport.runtime.native import _library, _plan
 from tfexport.runtime.native import backend as native
 from tfexport.runtime.native._library import KERNELS, Library
@@ -132,10 +132,12 @@ SEARCHES = st.builds(
 )
 
 
-def saved_session(config: TransformerConfig, weights: dict[str, np.ndarray], folder: Path, once: Once) -> NativeSession:
-    folder.mkdir()
+def saved_session(
+    config: TransformerConfig, weights: dict[str, np.ndarray], folder: Path, once: Once, threads: int = 1
+) -> NativeSession:
+    folder.mkdir(exist_ok=True)
     save_file(weights, folder / WEIGHTS)
-    return NativeSession(config, folder / WEIGHTS, library=compiled.fastest(once))
+    return NativeSession(config, folder / WEIGHTS, threads=threads, library=compiled.fastest(once))
 
 
 def both_searches(session: Session, sources: Sequence[Sequence[int]], **options: Any) -> tuple[Any, Any, int]:
@@ -240,6 +242,42 @@ def test_cancelled_beam_searches_stop(once: Once, tmp_path: Path) -> None:
         decode(session, [[5, 6]], config, cancel=cancel)
 
 
+# ---- threads
+
+
+@pytest.mark.parametrize("name", ["post", "scaled", "ssru", "average"])
+def test_several_threads_compute_what_one_does(name: str, once: Once, tmp_path: Path) -> None:
+    weights = parameters(CONFIGS[name])
+    sessions = [saved_session(CONFIGS[name], weights, tmp_path, once, threads) for threads in (1, 2, 5)]
+    rng = np.random.default_rng(0)
+    sources = [rng.integers(3, 19, rng.integers(1, 24)).tolist() for _ in range(23)]
+    prefixes = [rng.integers(12, 19, rng.integers(0, 4)).tolist() for _ in sources]
+    for options in ({}, {"num_beams": 3}, {"num_beams": 2, "repetition_penalty": 1.5}):
+        config = DecodeConfig(max_new_tokens=18, **options)  # type: ignore[arg-type]
+        for batch_size in (5, 32):
+            one, *several = (
+                decode(each, sources, config, prefixes=prefixes, batch_size=batch_size) for each in sessions
+            )
+            assert several == [one, one]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_threads_share_a_large_projection(rows: int, once: Once, tmp_path: Path) -> None:
+    rng, outputs = np.random.default_rng(0), 50_001
+    x = rng.standard_normal(256).astype(np.float32)
+    values = rng.integers(0, 256, (outputs, 256), np.uint8)
+    zeros, scales = np.full((outputs, 1), 128, np.uint8), rng.uniform(0.001, 0.01, (outputs, 1)).astype(np.float32)
+    found = []
+    for threads in (1, 2):
+        session = product_session(tmp_path, x, values, zeros, scales, compiled.fastest(once), threads)
+        batch = begun(session, sources(session_config(session), (3,) * rows), [[1]] * rows)
+        found.append(batch.step(np.ones(rows, np.int64), 8))
+    one, two = found
+    np.testing.assert_array_equal(one.token_ids, two.token_ids)
+    np.testing.assert_array_equal(one.logits, two.logits)
+    np.testing.assert_array_equal(one.log_normalizer, two.log_normalizer)
+
+
 # ---- memory
 
 
@@ -318,7 +356,13 @@ def test_a_new_field_of_a_configuration_is_refused_until_it_is_added() -> None:
 
 
 def product_session(
-    folder: Path, x: np.ndarray, values: np.ndarray, zeros: np.ndarray, scales: np.ndarray, library: Library
+    folder: Path,
+    x: np.ndarray,
+    values: np.ndarray,
+    zeros: np.ndarray,
+    scales: np.ndarray,
+    library: Library,
+    threads: int = 1,
 ) -> Session:
     """Open a model whose logits are the product of `x` with an 8-bit matrix."""
     config = tiny.config(d_model=x.size, decoder=PRE, target_vocab=len(values), output_bias=False)
@@ -329,7 +373,7 @@ def product_session(
     parts = {"values": values.reshape(len(values), zeros.shape[1], -1), "scales": scales, "zero_points": zeros}
     tensors |= {f"out.weight.int8_blocks.{part}": array for part, array in parts.items()}
     save_file(tensors, folder / WEIGHTS)
-    return NativeSession(config, folder / WEIGHTS, "int8", library=library)
+    return NativeSession(config, folder / WEIGHTS, "int8", threads=threads, library=library)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -427,12 +471,23 @@ def test_auto_takes_it_for_small_models_that_need_nothing_else(
         return registry.choose(open_bundle(path), LoadOptions(**options)).name
 
     assert chosen(dates_bundle) == chosen(dates_bundle, threads=1) == chosen(dates_int8) == "native"
-    assert chosen(dates_bundle, threads=2) == chosen(dates_bundle, threads=None) == "ort", "it has one thread"
+    assert chosen(dates_bundle, threads=2) == chosen(dates_bundle, threads=None) == "ort", (
+        "small models have one thread"
+    )
     assert chosen(dates_bundle, variant="contrib") == "ort"
     assert chosen(dates_aligned) == "ort", "it does not align"
     assert chosen(variant("t5")) == "ort"
-    monkeypatch.setattr(native, "MOST_STEP_BYTES", 100_000)
-    assert chosen(dates_bundle) == "ort", "a large model"
+    monkeypatch.setattr(native, "SMALL_STEP_BYTES", 100_000)
+    for cores, larger in ((1, "native"), (2, "native"), (3, "ort")):
+        monkeypatch.setattr(cpu, "available_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(cpu, "ONE_THREAD_BELOW", 100_000)
+        assert (chosen(dates_bundle), chosen(dates_int8)) == ("ort", larger), cores
+        with tfexport.load(dates_int8, backend="native") as model:
+            assert model.threads == cpu.Threads(cores, cores)
+    assert chosen(dates_int8, threads=1) == chosen(dates_int8, threads=2) == "native"
+    assert chosen(dates_int8, threads=3) == chosen(dates_int8, threads=None) == "ort", "three were not measured"
+    monkeypatch.setattr(native, "QUANTIZED_STEP_BYTES", 100_000)
+    assert chosen(dates_int8) == "ort", "a large model"
 
 
 @pytest.mark.usefixtures("installed")
@@ -483,7 +538,7 @@ def test_without_the_distribution_nothing_changes(dates_bundle: Path, monkeypatc
 def test_a_library_of_another_version_is_refused(once: Once, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = compiled.fastest(once).path
     monkeypatch.setattr(_library, "VERSION", 1)
-    with pytest.raises(BackendError, match="has version 2, expected 1"):
+    with pytest.raises(BackendError, match="has version 3, expected 1"):
         Library(path)
     (tmp_path / path.name).write_bytes(b"no library")
     with pytest.raises(BackendError, match="cannot be loaded"):

@@ -128,7 +128,7 @@ _LOADING = {
         type=_number_or_auto,
         metavar="NUMBER OR AUTO",
         default=AUTO,
-        help="CPU threads of ONNX Runtime; auto depends on the size of the model and the cores.",
+        help="CPU threads of one call; auto depends on the size of the model and the cores.",
     ),
     "trusted_keys": trusted_keys_option,
 }

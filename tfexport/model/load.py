@@ -43,10 +43,10 @@ def load(
     Args:
         path: directory of the bundle.
         backend: "ort", "eager", "trt" or "native"; "auto" uses the first of them that is installed and can run the
-            bundle, and "native" before the others for small models.
+            bundle, and "native" before the others for small and int8 models.
         variant: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
-        threads: CPU threads of one call in ONNX Runtime. "auto" uses all available cores, but one thread for small runs
-            of small models. None lets ONNX Runtime start one on each core that it finds.
+        threads: CPU threads of one call. "auto" uses all available cores, but one thread for small runs of small
+            models. None lets ONNX Runtime start one on each core that it finds.
         device: "cpu", "cuda", or one of several GPUs such as "cuda:1". There is no fallback to another device. Engines
             run on the first GPU by default.
         engine: name of the engine for backend "trt"; None uses the only engine that fits this machine.

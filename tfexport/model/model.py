@@ -63,7 +63,7 @@ class Model:
         processor: computes features of audio or images; None if the model reads token ids, or callers pass features.
         defaults: decoding options of the bundle.
         manifest: the bundle's manifest, with versions, verification and file hashes; None without a bundle.
-        threads: CPU threads of a call in ONNX Runtime; None for other backends.
+        threads: CPU threads of a call in ONNX Runtime or `native`; None for other backends.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ namespace {
 
 enum Status : int32_t { OK, INVALID, NO_MEMORY };
 constexpr int64_t MOST = int64_t(1) << 24;  // of every size, so that products of two of them do not overflow
+constexpr int64_t MOST_THREADS = 1024;
 
 struct Handle {
   std::shared_ptr<const Model> model;
@@ -92,7 +93,7 @@ bool is_valid(const Batch& batch, const native::Beams& beams, int64_t steps) {
 
 }  // namespace
 
-EXPORT int32_t tfexport_native_version() { return 2; }
+EXPORT int32_t tfexport_native_version() { return 3; }
 
 // Whether this CPU has the instructions of this library; no other function may be called if it has not.
 EXPORT int32_t tfexport_native_is_supported() {
@@ -119,10 +120,10 @@ EXPORT int32_t tfexport_native_model(const Config* config, const Tensor* tensors
 
 EXPORT void tfexport_native_free_model(Handle* model) { delete model; }
 
-EXPORT int32_t tfexport_native_batch(const Handle* model, int64_t width, Batch** made) {
-  if (!model || !made || !is_size(width)) return INVALID;
+EXPORT int32_t tfexport_native_batch(const Handle* model, int64_t width, int64_t threads, Batch** made) {
+  if (!model || !made || !is_size(width) || threads < 1 || threads > MOST_THREADS) return INVALID;
   return guarded(nullptr, [&] {
-    *made = new Batch(model->model, width);
+    *made = new Batch(model->model, width, threads);
     return OK;
   });
 }

@@ -40,7 +40,7 @@ struct Ids {
 
 class Batch {
  public:
-  Batch(std::shared_ptr<const Model> model, int64_t width);
+  Batch(std::shared_ptr<const Model> model, int64_t width, int64_t threads);
   int64_t num_rows() const { return int64_t(rows_.size()); }
   int64_t num_sources() const { return int64_t(sources_.size()); }
   int64_t longest() const;
@@ -72,14 +72,17 @@ class Batch {
     float* data;  // [layers] of KeyValues
     int32_t users;
   };
-  void encode(int64_t first, int64_t count, const int64_t* ids, int64_t stride);
-  void self_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
-                      const Target& target);
-  void recur(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, float* x);
-  void average(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in, float* x);
-  void cross_attention(const Layer& layer, int64_t number, const std::vector<int64_t>& rows, const float* in,
-                       const Target& target);
-  void read(const std::vector<int64_t>& rows, const int64_t* ids);  // leaves the decoder's output in scratch_.x
+  struct Part {  // of the rows of a step, for one thread
+    std::vector<int64_t> rows, ids;
+    Scratch scratch;
+  };
+  void encode(int64_t first, int64_t count, const int64_t* ids, int64_t stride, Scratch& scratch);
+  void self_attention(const Layer& layer, int64_t number, Part& part, const float* in, const Target& target);
+  void recur(const Layer& layer, int64_t number, Part& part, const float* in, float* x);
+  void average(const Layer& layer, int64_t number, Part& part, const float* in, float* x);
+  void cross_attention(const Layer& layer, int64_t number, Part& part, const float* in, const Target& target);
+  void read(Part& part);  // leaves the decoder's output in `x`; the rows have been extended
+  void select(Part& part, const Candidates& to, int64_t threads);
   bool advance(Beams& to, int64_t source, int64_t* ids, float* logits, float* log_normalizers, int64_t* order);
   int32_t take();
   void release(Row& row);
@@ -94,8 +97,7 @@ class Batch {
   std::vector<Array<float>> memory_;
   std::vector<Block> pool_;
   std::vector<int32_t> free_;
-  Scratch scratch_;
-  Array<float> logits_;
+  std::vector<Part> parts_;  // one for each thread
 };
 
 }  // namespace native

@@ -160,18 +160,21 @@ void Linear::operator()(int64_t rows, const float* x, int64_t stride, const Targ
 }
 
 void Linear::part(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch,
-                  int64_t count) const {
+                  int64_t count, int64_t threads) const {
   if (lanes_ && !target.first) round(rows, x, stride, scratch);
-  int64_t panel = target.first / PANEL, end = std::min(panels_, (target.first + count + PANEL - 1) / PANEL);
-  if (rows == 1)  // more sums than one panel has, because each addition waits for the one before
-    for (; panel + 2 <= end; panel += 2)
-      lanes_ ? byte_tile<1, 2>(panel, scratch, 0, target) : float_tile<1, 2>(panel, x, stride, 0, target);
+  int64_t begin = target.first / PANEL, size = std::min(panels_, (target.first + count + PANEL - 1) / PANEL) - begin;
   int64_t most = lanes_ ? BYTE_ROWS : ROWS, tiles = (rows + most - 1) / most;
-  for (; panel < end; panel++)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      int64_t row = tile * rows / tiles;
-      some_rows<ROWS>((tile + 1) * rows / tiles - row, panel, x, stride, row, target, scratch);
-    }
+  on_threads(threads, [&](int64_t thread) {
+    int64_t panel = begin + thread * size / threads, end = begin + (thread + 1) * size / threads;
+    if (rows == 1)  // more sums than one panel has, because each addition waits for the one before
+      for (; panel + 2 <= end; panel += 2)
+        lanes_ ? byte_tile<1, 2>(panel, scratch, 0, target) : float_tile<1, 2>(panel, x, stride, 0, target);
+    for (; panel < end; panel++)
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        int64_t row = tile * rows / tiles;
+        some_rows<ROWS>((tile + 1) * rows / tiles - row, panel, x, stride, row, target, scratch);
+      }
+  });
 }
 
 Table::Table(const Tensor& tensor) : rows(tensor.rows), columns(tensor.columns), block_(tensor.block) {

@@ -1,9 +1,10 @@
 // Linear maps of float32 or of 8-bit weights.
 #pragma once
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <future>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <vector>
@@ -19,7 +20,7 @@ class Spare {
     for (auto& one : free_) free(one.data);
   }
   void* take(size_t bytes) {
-    Lock lock{busy_};
+    std::lock_guard<std::mutex> lock{busy_};
     for (auto& one : free_)
       if (one.bytes == bytes) {
         void* found = one.data;
@@ -30,7 +31,7 @@ class Spare {
     return make(bytes);
   }
   void give(void* data, size_t bytes) {
-    Lock lock{busy_};
+    std::lock_guard<std::mutex> lock{busy_};
     if (bytes_ + bytes > MOST || free_.size() == free_.capacity()) return free(data);
     free_.push_back({data, bytes}), bytes_ += bytes;
   }
@@ -40,19 +41,11 @@ class Spare {
 
  private:
   static constexpr size_t MOST = size_t(1) << 24;
-  struct Lock {  // spins, because it is held for a moment only
-    std::atomic_flag& busy;
-    explicit Lock(std::atomic_flag& busy) : busy(busy) {
-      while (busy.test_and_set(std::memory_order_acquire)) {
-      }
-    }
-    ~Lock() { busy.clear(std::memory_order_release); }
-  };
   struct Block {
     void* data;
     size_t bytes;
   };
-  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  std::mutex busy_;
   std::vector<Block> free_;
   size_t bytes_ = 0;
 };
@@ -90,6 +83,15 @@ class Array {
   std::unique_ptr<T[], Free> data_;
 };
 
+// call(0) to call(count - 1), each on a thread of its own.
+template <typename Call>
+void on_threads(int64_t count, Call call) {
+  std::vector<std::future<void>> others;
+  for (int64_t i = 1; i < count; i++) others.push_back(std::async(std::launch::async, call, i));
+  call(0);
+  for (auto& other : others) other.get();
+}
+
 // A tensor of the caller. With block 0 it is float32 [rows, columns]. Otherwise a weight is
 // (values[row, column] - zeros[row, column / block]) * scales[row, column / block], and rows of `values` are padded to
 // whole blocks.
@@ -125,7 +127,8 @@ class Linear {
   // out[rows, padded(outputs)] = x[rows, inputs] W^T + b. Values of `x` behind `inputs` are not used.
   void operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const;
   // Only `count` outputs from that of the target on; the first part comes first, and later ones are of the same `x`.
-  void part(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch, int64_t count) const;
+  void part(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch, int64_t count,
+            int64_t threads = 1) const;
   int64_t inputs = 0, outputs = 0;
 
  private:

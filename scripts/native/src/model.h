@@ -69,10 +69,11 @@ struct Stack {
 
 // Buffers of one call, kept for the next one.
 struct Scratch {
-  Array<float> x, y, attended, wide, gate, scores, averaged;
+  Array<float> x, y, attended, wide, gate, scores, averaged, logits;
   Rounded rounded;
   explicit Scratch(Spare* spare)
-      : x(spare), y(spare), attended(spare), wide(spare), gate(spare), scores(spare), averaged(spare), rounded(spare) {}
+      : x(spare), y(spare), attended(spare), wide(spare), gate(spare), scores(spare), averaged(spare), logits(spare),
+        rounded(spare) {}
   void reserve(int64_t rows, int64_t d_model, const StackConfig& stack);
 };
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tfexport.errors import BackendError
 
 MODULE = "tfexport_native"
-VERSION = 2
+VERSION = 3
 # One library per set of instructions, the fastest first.
 KERNELS = ("avx512", "avx2", "baseline")
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -71,7 +71,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "is_supported": (),
     "model": (POINTER(Config), POINTER(TensorView), c_int64, POINTER(c_void_p)),
     "free_model": (c_void_p,),
-    "batch": (c_void_p, c_int64, POINTER(c_void_p)),
+    "batch": (c_void_p, c_int64, c_int64, POINTER(c_void_p)),
     "free_batch": (c_void_p,),
     "add": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
     "step": (c_void_p, c_void_p, c_int64, c_int64, *(c_void_p,) * 4),

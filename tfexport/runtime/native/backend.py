@@ -16,7 +16,7 @@ from tfexport.errors import BackendError, raise_all
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedScoring, CheckedSession, check_step
-from tfexport.runtime.cpu import step_weight_bytes
+from tfexport.runtime.cpu import Threads, choose_threads, step_weight_bytes
 from tfexport.runtime.native._library import BeamArrays, Library, TensorView, address, find_library
 from tfexport.runtime.native._plan import config_of, config_problems, problems, tensors
 from tfexport.runtime.registry import AUTO, Graphs, LoadOptions
@@ -38,9 +38,9 @@ from tfexport.runtime.sources import Sources
 from tfexport.sources import SOURCE_IDS
 
 _REMEDY = "use --backend ort"
-# Weights that a step reads, up to which it is chosen by itself. Larger models were faster, too, on one thread, but ONNX
-# Runtime computes them on several.
-MOST_STEP_BYTES = 4 * 2**20
+# Weights that a step reads, up to which it is chosen by itself: small ones on one thread, quantized ones on the numbers
+# of threads that were measured. Of others, ONNX Runtime is faster with several threads, or by ranking tokens.
+SMALL_STEP_BYTES, QUANTIZED_STEP_BYTES, MEASURED_THREADS = 4 * 2**20, 40 * 2**20, 2
 
 
 class _Object:
@@ -56,7 +56,7 @@ class _Object:
 
 
 class NativeSession(CheckedSession):
-    """A model in the compiled library; every call runs on the thread of its caller."""
+    """A model in the compiled library; calls run on the caller's thread or more."""
 
     backend = "native"
 
@@ -66,13 +66,14 @@ class NativeSession(CheckedSession):
         weights: Path,
         accuracy: Accuracy = "fp32",
         *,
+        threads: int = 1,
         subject: object = "model",
         library: Library | None = None,
     ) -> None:
         """Copy the weights of a file; `library` None uses the fastest one."""
         raise_all(BackendError, f"native: {subject}", config_problems(config), remedy=_REMEDY)
         self.spec, self.accuracy = model_spec(config, "fp32"), accuracy
-        self.limits = Limits.of(self.spec)
+        self.limits, self.threads = Limits.of(self.spec), Threads(threads, threads)
         read = tensors(config, weights)
         views = [TensorView() if tensor is None else tensor.view() for tensor in read]
         given = config_of(config), (TensorView * len(views))(*views), len(views)
@@ -101,7 +102,7 @@ class NativeBatch(CheckedScoring):
     def __init__(self, session: NativeSession, model: _Object, width: int) -> None:
         super().__init__(session.spec, width)
         self._session, self._model, self._library = session, model, model.library
-        self._batch = _Object(model.library, "batch", model.address, width)
+        self._batch = _Object(model.library, "batch", model.address, width, session.threads.decoder)
         self._buffers: _Buffers | None = None
 
     def _add(self, sources: Sources, prompts: Prompts) -> None:
@@ -211,9 +212,21 @@ def is_fastest(bundle: Bundle, options: LoadOptions) -> bool:
     manifest, step_bytes = bundle.manifest, step_weight_bytes(bundle)
     decoders = [graph.spec for name, graph in manifest.graphs.items() if name in DECODER.values()]
     has_more = manifest.alignment is not None or any(map(has_speculation, decoders))
-    is_plain = options.variant is None and options.device == "cpu" and options.threads in (AUTO, 1)
-    is_small = step_bytes is not None and step_bytes < MOST_STEP_BYTES
-    return is_plain and is_small and not has_more and not problems(bundle)
+    if has_more or step_bytes is None or options.variant is not None or options.device != "cpu":
+        return False
+    if step_bytes < SMALL_STEP_BYTES:
+        is_faster = options.threads in (AUTO, 1)
+    else:
+        is_quantized = manifest.quantization is not None and step_bytes < QUANTIZED_STEP_BYTES
+        is_faster = is_quantized and options.threads is not None and _threads(bundle, options) <= MEASURED_THREADS
+    return is_faster and not problems(bundle)
+
+
+def _threads(bundle: Bundle, options: LoadOptions) -> int:
+    """Return the threads of a step; small ones end before another thread has started."""
+    found, step_bytes = choose_threads(options.threads, bundle, is_shared=options.is_shared), step_weight_bytes(bundle)
+    is_small = step_bytes is not None and step_bytes < SMALL_STEP_BYTES
+    return 1 if found is None or is_small else found.decoder
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> NativeSession:
@@ -222,21 +235,22 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> NativeSession:
         raise BackendError(
             f"native: decoder variant {options.variant} is a graph, which this backend does not run; leave it out"
         )
-    return _open(bundle)
+    return _open(bundle, options)
 
 
-def _open(bundle: Bundle) -> NativeSession:
+def _open(bundle: Bundle, options: LoadOptions) -> NativeSession:
     manifest = bundle.manifest
     raise_all(BackendError, f"native: {bundle.path}", problems(bundle), remedy=_REMEDY)
     assert manifest.config is not None
-    return NativeSession(manifest.config, bundle.file(WEIGHTS), manifest.accuracy, subject=bundle.path)
+    threads = _threads(bundle, options)
+    return NativeSession(manifest.config, bundle.file(WEIGHTS), manifest.accuracy, threads=threads, subject=bundle.path)
 
 
 def parity_sessions(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, NativeSession]]:
     """Open the session to compare with the eager model."""
     if graphs.bundle is None:
         raise BackendError("native: an export is verified on the graphs that it writes; use --backend ort")
-    yield "native", _open(graphs.bundle)
+    yield "native", _open(graphs.bundle, options)
 
 
 def probe(library: str, model: str) -> dict[str, str]:
