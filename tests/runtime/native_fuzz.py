@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from tests.runtime.native_configs import CONFIGS
 from tfexport.errors import BackendError
 from tfexport.nn.config import TransformerConfig
 from tfexport.runtime.native import _library, _plan
-from tfexport.runtime.native._library import Library, TensorView
+from tfexport.runtime.native._library import Library, NextTensor, TensorView
 
 ODD = (-1, 0, 1, 2, 3, 5, 24, 25, 2**24, 2**24 + 1, 2**31, 2**40, 2**62, -(2**63), 2**63 - 1)
 
@@ -50,7 +51,7 @@ class Fuzz:
         """Make a model; often one of its fields or tensors is wrong."""
         number = int(self.rng.integers(len(CONFIGS)))
         config = list(CONFIGS.values())[number]
-        tensors = _plan.tensors(config, self.files[number])
+        tensors = [*_plan.tensors(config, self.files[number])]
         views = [TensorView() if tensor is None else tensor.view() for tensor in tensors]
         given = _plan.config_of(config)
         wrong = self.rng.random()
@@ -69,8 +70,15 @@ class Fuzz:
             setattr(view, name, None if is_pointer else odd or int(name != "block") - 1)
         elif wrong < 0.6:
             del views[self.rng.integers(len(views))]
-        made = ctypes.c_void_p()
-        if not self.call("model", given, (TensorView * len(views))(*views), len(views), ctypes.byref(made)):
+        made, left = ctypes.c_void_p(), iter(views)
+
+        def give(to: Any) -> int:
+            view = next(left, None)
+            if view is not None:
+                to[0] = view
+            return int(view is None)
+
+        if not self.call("model", given, NextTensor(give), ctypes.byref(made)):
             return None
         return made.value
 

@@ -15,13 +15,11 @@
 using native::Batch;
 using native::Config;
 using native::Model;
-using native::Tensor;
 
 namespace {
 
 enum Status : int32_t { OK, INVALID, NO_MEMORY };
 constexpr int64_t MOST = int64_t(1) << 24;  // of every size, so that products of two of them do not overflow
-constexpr int64_t MOST_THREADS = 1024;
 
 struct Handle {
   std::shared_ptr<const Model> model;
@@ -110,10 +108,10 @@ EXPORT int32_t tfexport_native_is_supported() {
 #endif
 }
 
-EXPORT int32_t tfexport_native_model(const Config* config, const Tensor* tensors, int64_t count, Handle** made) {
-  if (!config || !tensors || !made || !is_size(count) || !is_valid(*config)) return INVALID;
+EXPORT int32_t tfexport_native_model(const Config* config, native::Tensors::Next next, Handle** made) {
+  if (!config || !next || !made || !is_valid(*config)) return INVALID;
   return guarded(nullptr, [&] {
-    *made = new Handle{std::make_shared<const Model>(*config, native::Tensors(tensors, count))};
+    *made = new Handle{std::make_shared<const Model>(*config, native::Tensors(next))};
     return OK;
   });
 }
@@ -121,7 +119,7 @@ EXPORT int32_t tfexport_native_model(const Config* config, const Tensor* tensors
 EXPORT void tfexport_native_free_model(Handle* model) { delete model; }
 
 EXPORT int32_t tfexport_native_batch(const Handle* model, int64_t width, int64_t threads, Batch** made) {
-  if (!model || !made || !is_size(width) || threads < 1 || threads > MOST_THREADS) return INVALID;
+  if (!model || !made || !is_size(width) || threads < 1 || threads > 1024) return INVALID;
   return guarded(nullptr, [&] {
     *made = new Batch(model->model, width, threads);
     return OK;

@@ -4,10 +4,9 @@
 
 namespace native {
 
-Linear::Linear(const Tensor& weight, const float* bias) : inputs(weight.columns), outputs(weight.rows) {
+Linear::Linear(const Tensor& weight) : inputs(weight.columns), outputs(weight.rows) {
   panels_ = (outputs + PANEL - 1) / PANEL;
   bias_ = Array<float>(panels_ * PANEL);
-  if (bias) memcpy(bias_.get(), bias, outputs * sizeof(float));
   if (!weight.block) {
     weights_ = Array<float>(panels_ * inputs * PANEL);
     auto* from = static_cast<const float*>(weight.values);
@@ -153,10 +152,6 @@ void Linear::some_rows(int64_t rows, int64_t panel, const float* x, int64_t stri
     else if constexpr (M <= BYTE_ROWS)
       byte_tile<M, 1>(panel, rounded, row, target);
   }
-}
-
-void Linear::operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const {
-  part(rows, x, stride, target, scratch, outputs);
 }
 
 void Linear::part(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch,

@@ -123,9 +123,14 @@ struct Target {
 class Linear {
  public:
   Linear() = default;
-  Linear(const Tensor& weight, const float* bias);
+  explicit Linear(const Tensor& weight);
+  void add(const Array<float>& bias) {  // which may be empty
+    if (bias.get()) memcpy(bias_.get(), bias.get(), outputs * sizeof(float));
+  }
   // out[rows, padded(outputs)] = x[rows, inputs] W^T + b. Values of `x` behind `inputs` are not used.
-  void operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const;
+  void operator()(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch) const {
+    part(rows, x, stride, target, scratch, outputs);
+  }
   // Only `count` outputs from that of the target on; the first part comes first, and later ones are of the same `x`.
   void part(int64_t rows, const float* x, int64_t stride, const Target& target, Rounded& scratch, int64_t count,
             int64_t threads = 1) const;

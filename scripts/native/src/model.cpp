@@ -4,32 +4,29 @@
 
 namespace native {
 
-Tensor Tensors::take(int64_t rows, int64_t columns, bool may_be_bytes) {
-  if (next_ == end_) throw std::invalid_argument("too few tensors");
-  Tensor found = *next_++;
+Tensor Tensors::take(int64_t rows, int64_t columns, bool may_be_bytes, bool optional) {
+  Tensor found;
+  if (next_(&found)) throw std::invalid_argument("too few tensors");
+  if (optional && !found.values) return found;
   bool is_valid = found.values && found.rows == rows && found.columns == columns && found.block >= 0;
-  if (found.block) {
-    is_valid =
-        is_valid && may_be_bytes && found.block % STEP == 0 && found.block <= 65536 && found.scales && found.zeros;
-  }
+  if (found.block)
+    is_valid &= may_be_bytes && found.block % STEP == 0 && found.block <= 65536 && found.scales && found.zeros;
   if (!is_valid) throw std::invalid_argument("a tensor has the wrong shape");
   return found;
 }
 
 Array<float> Tensors::vector(int64_t size, bool optional) {
-  if (optional && next_ != end_ && !next_->values) {
-    next_++;
-    return {};
-  }
-  Tensor found = take(1, size);
+  Tensor found = take(1, size, false, optional);
+  if (!found.values) return {};
   Array<float> copy(padded(size));
   memcpy(copy.get(), found.values, size * sizeof(float));
   return copy;
 }
 
 Linear Tensors::linear(int64_t outputs, int64_t inputs) {
-  Tensor weight = take(outputs, inputs, true);
-  return Linear(weight, vector(outputs, true).get());
+  Linear made(take(outputs, inputs, true));
+  made.add(vector(outputs, true));
+  return made;
 }
 
 Table Tensors::table(int64_t rows, int64_t columns) { return Table(take(rows, columns, true)); }

@@ -23,18 +23,22 @@ struct Config {
   StackConfig encoder, decoder;
 };
 
-// Reads the tensors that the caller lists, in the order in which they are asked for.
+// Asks the caller for tensors; the memory of one is not read after the next is asked for.
 class Tensors {
  public:
-  Tensors(const Tensor* tensors, int64_t count) : next_(tensors), end_(tensors + count) {}
-  Tensor take(int64_t rows, int64_t columns, bool may_be_bytes = false);
+  using Next = int32_t (*)(Tensor* to);  // returns 0, or another number if there are no more
+  explicit Tensors(Next next) : next_(next) {}
+  Tensor take(int64_t rows, int64_t columns, bool may_be_bytes, bool optional = false);
   Array<float> vector(int64_t size, bool optional = false);  // empty if the caller gives none
   Linear linear(int64_t outputs, int64_t inputs);            // weight and bias
   Table table(int64_t rows, int64_t columns);
-  bool is_done() const { return next_ == end_; }
+  bool is_done() const {
+    Tensor more;
+    return next_(&more);
+  }
 
  private:
-  const Tensor *next_, *end_;
+  Next next_;
 };
 
 struct NormWeights {

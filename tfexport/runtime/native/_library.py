@@ -6,7 +6,7 @@ import ctypes
 import functools
 import importlib
 import sys
-from ctypes import POINTER, Structure, addressof, byref, c_char, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_char, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ class TensorView(Structure):
     )
 
 
+# Writes the next tensor and returns 0, or another number if there are no more.
+NextTensor = CFUNCTYPE(c_int32, POINTER(TensorView))
+
+
 class BeamArrays(Structure):
     """Beam searches of all sources, and room for texts that finish."""
 
@@ -69,7 +73,7 @@ class BeamArrays(Structure):
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "version": (),
     "is_supported": (),
-    "model": (POINTER(Config), POINTER(TensorView), c_int64, POINTER(c_void_p)),
+    "model": (POINTER(Config), NextTensor, POINTER(c_void_p)),
     "free_model": (c_void_p,),
     "batch": (c_void_p, c_int64, c_int64, POINTER(c_void_p)),
     "free_batch": (c_void_p,),

@@ -219,6 +219,6 @@ class _Reader:
         yield Tensor(sum(bias.size for bias in biases), np.concatenate(biases, 1)) if biases else None
 
 
-def tensors(config: TransformerConfig, weights: Path) -> list[Tensor | None]:
-    """Read the tensors of a model; None for biases that it does not have."""
-    return list(_Reader(config, Weights(weights)).tensors())
+def tensors(config: TransformerConfig, weights: Path) -> Iterator[Tensor | None]:
+    """Read the tensors of a model, one at a time; None for biases that it does not have."""
+    return _Reader(config, Weights(weights)).tensors()

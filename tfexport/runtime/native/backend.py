@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import DECODER, WEIGHTS, has_speculation
-from tfexport.errors import BackendError, raise_all
+from tfexport.errors import BackendError, TfexportError, raise_all
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedScoring, CheckedSession, check_step
 from tfexport.runtime.cpu import Threads, choose_threads, step_weight_bytes
-from tfexport.runtime.native._library import BeamArrays, Library, TensorView, address, find_library
+from tfexport.runtime.native._library import BeamArrays, Library, NextTensor, TensorView, address, find_library
 from tfexport.runtime.native._plan import config_of, config_problems, problems, tensors
+from tfexport.runtime.native._weights import Tensor
 from tfexport.runtime.registry import AUTO, Graphs, LoadOptions
 from tfexport.runtime.session import (
     ONE,
@@ -55,6 +56,30 @@ class _Object:
             self.library.free(self._kind, address)
 
 
+def _model(library: Library, config: TransformerConfig, tensors: Iterator[Tensor | None]) -> _Object:
+    """Copy tensors into a model; one at a time is in memory twice."""
+    held: list[Tensor | None] = []
+    errors: list[TfexportError] = []
+
+    def give(to: Any) -> int:
+        try:
+            held[:] = [next(tensors)]
+        except StopIteration:
+            return 1
+        except TfexportError as error:  # is lost if it is raised to C++
+            errors.append(error)
+            return 1
+        to[0] = held[0].view() if held[0] else TensorView()
+        return 0
+
+    try:
+        return _Object(library, "model", config_of(config), NextTensor(give))
+    except BackendError:
+        if errors:
+            raise errors[0] from None
+        raise
+
+
 class NativeSession(CheckedSession):
     """A model in the compiled library; calls run on the caller's thread or more."""
 
@@ -74,10 +99,7 @@ class NativeSession(CheckedSession):
         raise_all(BackendError, f"native: {subject}", config_problems(config), remedy=_REMEDY)
         self.spec, self.accuracy = model_spec(config, "fp32"), accuracy
         self.limits, self.threads = Limits.of(self.spec), Threads(threads, threads)
-        read = tensors(config, weights)
-        views = [TensorView() if tensor is None else tensor.view() for tensor in read]
-        given = config_of(config), (TensorView * len(views))(*views), len(views)
-        self._model: _Object | None = _Object(library or find_library(), "model", *given)
+        self._model: _Object | None = _model(library or find_library(), config, tensors(config, weights))
 
     @property
     def _is_open(self) -> bool:
