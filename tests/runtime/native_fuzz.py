@@ -28,6 +28,7 @@ class Fuzz:
         self.library, self.rng, self.files = library, rng, files
         self.counts = {"done": 0, "refused": 0}
         self.batches: list[tuple[int, int, int]] = []  # address, width, rows as far as known
+        self.held: object = None
 
     def call(self, name: str, *arguments: object) -> bool:
         try:
@@ -80,6 +81,7 @@ class Fuzz:
 
         if not self.call("model", given, NextTensor(give), ctypes.byref(made)):
             return None
+        self.held = tensors  # tables are read there
         return made.value
 
     def run(self, calls: int) -> None:

@@ -172,32 +172,13 @@ void Linear::part(int64_t rows, const float* x, int64_t stride, const Target& ta
   });
 }
 
-Table::Table(const Tensor& tensor) : rows(tensor.rows), columns(tensor.columns), block_(tensor.block) {
-  if (!block_) {
-    floats_ = Array<float>(rows * columns);
-    memcpy(floats_.get(), tensor.values, rows * columns * sizeof(float));
-    return;
-  }
-  blocks_ = tensor.blocks();
-  bytes_ = Array<uint8_t>(rows * blocks_ * block_), zeros_ = Array<uint8_t>(rows * blocks_);
-  scales_ = Array<float>(rows * blocks_);
-  memcpy(bytes_.get(), tensor.values, rows * blocks_ * block_);
-  memcpy(zeros_.get(), tensor.zeros, rows * blocks_);
-  memcpy(scales_.get(), tensor.scales, rows * blocks_ * sizeof(float));
-}
-
 void Table::read(int64_t row, float* to) const {
-  if (!block_) {
-    memcpy(to, floats_.get() + row * columns, columns * sizeof(float));
-    return;
-  }
-  for (int64_t b = 0; b < blocks_; b++) {
-    int64_t at = row * blocks_ + b, begin = b * block_, end = std::min(begin + block_, columns);
-    const uint8_t* bytes = bytes_.get() + row * blocks_ * block_;
-    int32_t zero = zeros_.get()[at];
-    float scale = scales_.get()[at];
-    for (int64_t k = begin; k < end; k++) to[k] = float(bytes[k] - zero) * scale;
-  }
+  int64_t columns = tensor.columns, block = tensor.block, blocks = block ? tensor.blocks() : 0;
+  if (!block) memcpy(to, static_cast<const float*>(tensor.values) + row * columns, columns * sizeof(float));
+  auto* bytes = static_cast<const uint8_t*>(tensor.values) + row * blocks * block;
+  for (int64_t b = 0, at = row * blocks; b < blocks; b++, at++)
+    for (int64_t k = b * block; k < std::min((b + 1) * block, columns); k++)
+      to[k] = float(bytes[k] - tensor.zeros[at]) * tensor.scales[at];
 }
 
 }  // namespace native

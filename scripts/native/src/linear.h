@@ -153,18 +153,10 @@ class Linear {
   Array<float> scales_;                                      // [panels][blocks_][PANEL]
 };
 
-// A table whose rows are read one at a time.
-class Table {
- public:
-  Table() = default;
-  explicit Table(const Tensor& tensor);
+// A table of the caller, whose rows are read one at a time.
+struct Table {
+  Tensor tensor{};
   void read(int64_t row, float* to) const;
-  int64_t rows = 0, columns = 0;
-
- private:
-  int64_t block_ = 0, blocks_ = 0;
-  Array<float> floats_, scales_;
-  Array<uint8_t> bytes_, zeros_;
 };
 
 }  // namespace native

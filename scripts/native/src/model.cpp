@@ -29,7 +29,7 @@ Linear Tensors::linear(int64_t outputs, int64_t inputs) {
   return made;
 }
 
-Table Tensors::table(int64_t rows, int64_t columns) { return Table(take(rows, columns, true)); }
+Table Tensors::table(int64_t rows, int64_t columns) { return {take(rows, columns, true)}; }
 
 Layer::Layer(Tensors& tensors, const Config& config, const StackConfig& stack, bool is_decoder) {
   int64_t d = config.d_model, width = stack.heads * stack.head_width;
@@ -80,7 +80,7 @@ void Scratch::reserve(int64_t rows, int64_t d_model, const StackConfig& stack) {
 }
 
 void Model::embed(const Stack& stack, int64_t rows, const int64_t* ids, const int64_t* positions, float* x) const {
-  const Table& table = stack.embedding.rows ? stack.embedding : encoder.embedding;
+  const Table& table = stack.embedding.tensor.rows ? stack.embedding : encoder.embedding;
   int64_t d = config.d_model;
   Array<float> position(d);
   for (int64_t row = 0; row < rows; row++) {

@@ -23,7 +23,7 @@ struct Config {
   StackConfig encoder, decoder;
 };
 
-// Asks the caller for tensors; the memory of one is not read after the next is asked for.
+// Asks the caller for tensors. The memory of tables has to outlive the model; that of others is copied at once.
 class Tensors {
  public:
   using Next = int32_t (*)(Tensor* to);  // returns 0, or another number if there are no more

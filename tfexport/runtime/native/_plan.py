@@ -72,7 +72,7 @@ class _Names(Weights):
             self.missing.append(name)
         return Tensor(0, np.zeros((1, 0), np.float32))
 
-    def matrix(self, name: str, inputs: int, *, is_lookup: bool = False) -> Tensor:
+    def matrix(self, name: str, inputs: int, *, is_table: bool = False) -> Tensor:
         return self.vector(name)
 
 
@@ -197,7 +197,7 @@ class _Reader:
         yield from self._linear(f"{name}.fc2", config.stack(side).d_ff, has_bias=has_bias)
 
     def _table(self, name: str) -> Tensor:
-        return self._weights.matrix(name, self._config.d_model, is_lookup=True)
+        return self._weights.matrix(name, self._config.d_model, is_table=True)
 
     def _norm(self, name: str) -> Iterator[Tensor | None]:
         has_bias = self._config.norm_bias and self._config.norm != "rms"

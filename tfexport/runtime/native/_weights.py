@@ -26,7 +26,8 @@ _STEP = 16
 class Tensor:
     """float32 [rows, columns], or with scales (values - zeros) · scales.
 
-    With scales, `values` are [rows, blocks · block], and `scales` and `zeros` [rows, blocks].
+    With scales, `values` are [rows, blocks · block], and `scales` and `zeros` [rows, blocks]. The library reads rows of
+    a table in these arrays, and copies others.
     """
 
     columns: int
@@ -34,6 +35,7 @@ class Tensor:
     scales: NDArray[np.float32] | None = None
     zeros: NDArray[np.uint8] | None = None
     block: int = 0
+    is_table: bool = False
 
     def view(self) -> TensorView:
         """Return the pointers; the arrays must outlive them."""
@@ -52,16 +54,16 @@ class Weights:
         values = self._read(name)
         return Tensor(values.size, values.reshape(1, -1))
 
-    def matrix(self, name: str, inputs: int, *, is_lookup: bool = False) -> Tensor:
-        """Return a matrix [outputs, inputs]; tables for lookups are stored in blocks."""
-        if not is_lookup and f"{name}.int8_columns.values" in self._header:
+    def matrix(self, name: str, inputs: int, *, is_table: bool = False) -> Tensor:
+        """Return a matrix [outputs, inputs]; tables are stored in blocks."""
+        if not is_table and f"{name}.int8_columns.values" in self._header:
             return _from_columns(*(self._read(f"{name}.int8_columns.{part}") for part in ("values", "scales")))
         if f"{name}.int8_blocks.values" in self._header:
             parts = (self._read(f"{name}.int8_blocks.{part}") for part in ("values", "scales", "zero_points"))
             values, scales, zeros = parts
-            return Tensor(inputs, values.reshape(len(values), -1), scales, zeros, values.shape[2])
+            return Tensor(inputs, values.reshape(len(values), -1), scales, zeros, values.shape[2], is_table)
         values = self._read(name)
-        return Tensor(values.shape[1], values)
+        return Tensor(values.shape[1], values, is_table=is_table)
 
     def has(self, name: str) -> bool:
         """Return whether the file has a tensor or its integers."""
@@ -71,9 +73,10 @@ class Weights:
         try:
             entry = self._header[name]
             dtype, shape, (begin, end) = np.dtype(_DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
-            found = np.fromfile(self._path, dtype, math.prod(shape), offset=self._begin + begin)
-            assert found.nbytes == end - begin
-            return found.reshape(shape)
+            assert math.prod(shape) * dtype.itemsize == end - begin
+            # Tables stay mapped, so that processes share them, and lookups load what they read.
+            found = np.memmap(self._path, dtype, "r", self._begin + begin, tuple(shape))
+            return np.require(found, requirements="A")
         except (KeyError, ValueError, TypeError, AssertionError):
             raise BundleError(
                 f"{self._path}: has no tensor {name} that this backend can read; use --backend ort"

@@ -47,6 +47,8 @@ SMALL_STEP_BYTES, QUANTIZED_STEP_BYTES, MEASURED_THREADS = 4 * 2**20, 40 * 2**20
 class _Object:
     """An object of the library, freed when nothing refers to it."""
 
+    held: object = None  # what it reads
+
     def __init__(self, library: Library, kind: str, *arguments: Any) -> None:
         self.library, self._kind = library, kind
         self.address = library.make(kind, *arguments)
@@ -57,8 +59,8 @@ class _Object:
 
 
 def _model(library: Library, config: TransformerConfig, tensors: Iterator[Tensor | None]) -> _Object:
-    """Copy tensors into a model; one at a time is in memory twice."""
-    held: list[Tensor | None] = []
+    """Copy tensors into a model; one at a time is in memory twice, and tables only in their mapped file."""
+    held, tables = list[Tensor | None](), list[Tensor]()
     errors: list[TfexportError] = []
 
     def give(to: Any) -> int:
@@ -69,15 +71,19 @@ def _model(library: Library, config: TransformerConfig, tensors: Iterator[Tensor
         except TfexportError as error:  # is lost if it is raised to C++
             errors.append(error)
             return 1
-        to[0] = held[0].view() if held[0] else TensorView()
+        if (tensor := held[0]) is not None and tensor.is_table:
+            tables.append(tensor)
+        to[0] = TensorView() if tensor is None else tensor.view()
         return 0
 
     try:
-        return _Object(library, "model", config_of(config), NextTensor(give))
+        made = _Object(library, "model", config_of(config), NextTensor(give))
     except BackendError:
         if errors:
             raise errors[0] from None
         raise
+    made.held = tables
+    return made
 
 
 class NativeSession(CheckedSession):
