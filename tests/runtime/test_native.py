@@ -34,7 +34,7 @@ from tfexport.contract import WEIGHTS
 from tfexport.decode.loop import Loop
 from tfexport.decode.offline import decode
 from tfexport.decode.request import check_requests
-from tfexport.errors import BackendError, Cancelled, TfexportError
+from tfexport.errors import BackendError, BundleError, Cancelled, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.directory import load_model, save_model
@@ -107,6 +107,13 @@ def test_more_candidates_than_are_selected_by_insertion(once: Once, tmp_path: Pa
     for count in (64, 65, 200):
         batch = begun(session, (source_ids, source_mask), first.tolist())
         assert_candidates(batch.step(first[:, 0], count), expected, count)
+
+
+def test_a_damaged_file_is_named(once: Once, tmp_path: Path) -> None:
+    weights = parameters(CONFIGS["post"])
+    del weights["dec.layers.1.ffn.fc1.weight"]
+    with pytest.raises(BundleError, match=r"dec\.layers\.1\.ffn\.fc1\.weight"):
+        saved_session(CONFIGS["post"], weights, tmp_path / "model", once)
 
 
 def test_a_closed_session_keeps_its_weights_for_open_batches(once: Once) -> None:
