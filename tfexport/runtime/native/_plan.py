@@ -220,5 +220,5 @@ class _Reader:
 
 
 def tensors(config: TransformerConfig, weights: Path) -> Iterator[Tensor | None]:
-    """Read the tensors of a model, one at a time; None for biases that it does not have."""
+    """Read the tensors of a model one at a time; None for missing biases."""
     return _Reader(config, Weights(weights)).tensors()

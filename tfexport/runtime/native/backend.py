@@ -59,7 +59,7 @@ class _Object:
 
 
 def _model(library: Library, config: TransformerConfig, tensors: Iterator[Tensor | None]) -> _Object:
-    """Copy tensors into a model; one at a time is in memory twice, and tables only in their mapped file."""
+    """Copy tensors into a model one at a time; tables stay in the mapped file."""
     held, tables = list[Tensor | None](), list[Tensor]()
     errors: list[TfexportError] = []
 
