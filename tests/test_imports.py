@@ -55,6 +55,8 @@ def test_a_first_text_loads_only_needed_modules(random_bundle: Path) -> None:
     packages = {"bulk", "export", "importing", "runtime.eager", "serve", "tensorrt", "verify"}
     assert "tfexport.runtime.ort._contrib" in loaded
     assert not loaded & (HEAVY - {"numpy", "onnxruntime", "tokenizers"} | {f"tfexport.{name}" for name in packages})
+    # They take memory and time that few processes need; older versions of NumPy import the first one themselves.
+    assert not loaded - loaded_by("import numpy, onnxruntime") & {"numpy.random", "html"}
 
 
 def test_public_names_can_be_imported() -> None:

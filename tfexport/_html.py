@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 # Transparent colors and inherited text colors suit light and dark themes.
@@ -27,10 +26,16 @@ def heat_map(columns: Sequence[object], rows: Sequence[object], weights: Any) ->
 
 def _table(columns: Sequence[object], rows: Iterable[Iterable[str]], caption: str = "") -> str:
     lines = [[_cell(column, tag="th") for column in columns], *rows]
-    title = f'<caption style="text-align: left; white-space: pre-wrap">{escape(caption)}</caption>' if caption else ""
+    title = f'<caption style="text-align: left; white-space: pre-wrap">{_escaped(caption)}</caption>' if caption else ""
     body = "".join(f'<tr style="background: none">{"".join(line)}</tr>' for line in lines)
     return f'<table style="border-collapse: collapse; color: inherit">{title}{body}</table>'
 
 
 def _cell(value: object, color: str = "none", *, tag: str = "td") -> str:
-    return f'<{tag} style="{_CELL}; background: {color}">{escape(str(value))}</{tag}>'
+    return f'<{tag} style="{_CELL}; background: {color}">{_escaped(str(value))}</{tag}>'
+
+
+def _escaped(text: str) -> str:
+    from html import escape  # with a table of entities, which processes that print no HTML do not need
+
+    return escape(text)

@@ -204,20 +204,20 @@ def random_source(kind: SourceKind, rng: np.random.Generator, source_len: int) -
     raise TypeError(kind)
 
 
-@random_source.register
+@random_source.register(TokenSource)
 def _(kind: TokenSource, rng: np.random.Generator, source_len: int) -> list[int]:
     found: list[int] = rng.choice(_ordinary(kind), source_len).tolist()
     return found
 
 
-@random_source.register
+@random_source.register(FeatureSource)
 def _(kind: FeatureSource, rng: np.random.Generator, source_len: int) -> Array:
     fewest, most = kind.most_frames(source_len - 1) + 1, kind.most_frames(source_len)
     frames = kind.frames or int(rng.integers(max(fewest, 1), most + 1))
     return rng.standard_normal((frames, kind.dim), np.float32)
 
 
-@random_source.register
+@random_source.register(ImageSource)
 def _(kind: ImageSource, rng: np.random.Generator, source_len: int) -> Array:
     return rng.standard_normal(kind.shape, np.float32)
 
