@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import tfexport
 from tests import tiny
 from tests.command import ran, refuses, run
 from tests.conftest import Once
+from tests.features.signals import wav
 from tfexport._io.strict_json import render
 from tfexport.bundle.processor import ProcessorConfig
 from tfexport.errors import ConfigError, InputError
@@ -51,20 +50,11 @@ def captions(once: Once) -> Iterator[Model]:
         yield model
 
 
-def samples(seconds: float = 0.5, seed: int = 0) -> NDArray[np.int16]:
+def samples(seconds: float = 0.5, seed: int = 0) -> NDArray[np.float32]:
+    """Return a tone with noise, in steps of 16 bits."""
     count = int(seconds * 16_000)
     tone = np.sin(np.arange(count) * (0.05 + 0.01 * seed)) + np.random.default_rng(seed).normal(0, 0.1, count)
-    return (8_000 * tone).astype(np.int16)
-
-
-def wav(samples: NDArray[np.int16]) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
-        writer.setsampwidth(2)
-        writer.setframerate(16_000)
-        writer.writeframes(samples.tobytes())
-    return file.getvalue()
+    return np.trunc(8_000 * tone).astype(np.float32) / 2**15
 
 
 def test_files_bytes_samples_and_features_give_one_text(speech: Model, tmp_path: Path) -> None:
@@ -72,7 +62,7 @@ def test_files_bytes_samples_and_features_give_one_text(speech: Model, tmp_path:
     (path := tmp_path / "a.wav").write_bytes(wav(signal))
     assert speech.processor is not None
     features = speech.processor.extract(path)
-    inputs = [path, str(path), wav(signal), (signal / np.float32(32768), 16_000), features]
+    inputs = [path, str(path), wav(signal), (signal, 16_000), features]
     results = speech.generate(inputs, max_new_tokens=6)
     assert len({result.token_ids for result in results}) == 1
     assert results[0].token_ids == speech.generate_ids([features], max_new_tokens=6)[0][0].token_ids

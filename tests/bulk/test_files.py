@@ -13,7 +13,8 @@ import pytest
 
 from tests.bulk.corpus import check_outputs, outputs, read
 from tests.command import run
-from tests.test_inputs import samples, wav
+from tests.features.signals import wav
+from tests.test_inputs import samples
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.run import generate_file
 from tfexport.cli.generate import EXIT_ROWS

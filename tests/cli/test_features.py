@@ -14,9 +14,10 @@ import pytest
 import tfexport
 from tests.command import ran, refuses, run
 from tests.conftest import Once
+from tests.features.signals import wav
 from tests.runtime.exported import sense_graphs
 from tests.stranger import senses
-from tests.test_inputs import samples, wav
+from tests.test_inputs import samples
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bundle.card import render_card
 from tfexport.errors import ConfigError

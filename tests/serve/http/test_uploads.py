@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.features.signals import wav
 from tests.serve.http.served import OFFERS, Served, on_port, serving
 from tests.serve.http.test_refusals import check
 from tests.serve.running import running
-from tests.test_inputs import samples, wav
+from tests.test_inputs import samples
 from tfexport.model.model import Model
 from tfexport.serve.config import HttpConfig
 
