@@ -46,8 +46,6 @@ def attention(
     keys: int | str = "len",
     mask: bool = True,
     causal: bool = False,
-    nonpad: bool = False,
-    past: bool = False,
     operator: str = "Attention",
     domain: str = "",
     width: int = WIDTH,
@@ -60,26 +58,13 @@ def attention(
         return ["batch", HEADS, length, width]
 
     inputs = [value("q", shape(queries), dtype), value("k", shape(keys), dtype), value("v", shape(keys), dtype)]
-    names = ["q", "k", "v", "", "", "", ""]
-    outputs = [value("y", shape(queries), dtype)]
     if mask:
         inputs.append(value("mask", ["batch", 1, queries, keys], TensorProto.BOOL))
-        names[3] = "mask"
-    if past:
-        inputs += [value("past_key", shape("past"), dtype), value("past_value", shape("past"), dtype)]
-        outputs += [value("present_key", shape("total"), dtype), value("present_value", shape("total"), dtype)]
-        names[4:6] = ["past_key", "past_value"]
-    if nonpad:
-        inputs.append(value("lengths", ["batch"], TensorProto.INT64))
-        names[6] = "lengths"
     if causal:
         attributes["is_causal"] = 1
-    while not names[-1]:
-        names.pop()
-    node = helper.make_node(
-        operator, names, [output.name for output in outputs], name="attend", domain=domain, **attributes
-    )
-    return model([node], inputs, outputs)
+    names = [one.name for one in inputs]
+    node = helper.make_node(operator, names, ["y"], name="attend", domain=domain, **attributes)
+    return model([node], inputs, [value("y", shape(queries), dtype)])
 
 
 def cache_update(capacity: int | str = CAPACITY, *, precision: str = "fp32", through: str = "") -> bytes:
