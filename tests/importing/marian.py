@@ -6,9 +6,8 @@ Names, formulas and files follow Marian's sources, in `src`: `models/transformer
 from __future__ import annotations
 
 import math
-import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,32 +119,6 @@ def positions(length: int, width: int) -> Array:
     return np.concatenate((np.sin(angles), np.cos(angles)), 1)
 
 
-def weights_of(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """Name the tensors of a post-norm model with SSRU layers and tied tables as Marian does.
-
-    The last token, with which targets begin, is left out: Marian begins with a vector of zeros.
-    """
-    found = {"Wemb": tensors["enc.embed.weight"][:-1], "decoder_ff_logit_out_b": tensors["out.bias"][None, :-1]}
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"(enc|dec)\.layers\.(\d+)\.(self|cross|ffn|norm)(\d?)\.(?:(.+)\.)?(weight|bias)", name)
-        if match is None:
-            continue
-        side, layer, block, number, part, kind = match.groups()
-        begin = f"{side}oder_l{int(layer) + 1}"
-        first = ("self", "Wo") if side == "enc" else ("rnn", "ffn")
-        if block == "norm":
-            place = {"1": first, "2": ("context", "Wo")}.get(number, ("ffn", "ffn"))
-            place = ("ffn", "ffn") if (side, number) == ("enc", "2") else place
-            found[f"{begin}_{place[0]}_{place[1]}_ln_{'scale' if kind == 'weight' else 'bias'}"] = tensor[None]
-        else:
-            block = {"self": first[0], "cross": "context"}.get(block, block)
-            part = {"update": "", "forget": "f", "fc1": "1", "fc2": "2"}.get(part, part)
-            found[f"{begin}_{block}_{'W' if kind == 'weight' else 'b'}{part}"] = (
-                tensor.T if kind == "weight" else tensor[None]
-            )
-    return found
-
-
 class Quantized(NamedTuple):
     """Whole numbers, and the factor that the values were multiplied by."""
 
@@ -223,12 +196,13 @@ class Marian:
         table = self.w.get("decoder_ff_logit_out_Wt", self._table("decoder"))
         return x @ table.T + self.w["decoder_ff_logit_out_b"]
 
-    def translate(self, source: Sequence[int], most: int) -> list[int]:
-        """Decode greedily, without the unknown token, up to the end token 0."""
+    def translate(self, source: Sequence[int], most: int, tokens: Collection[int] = range(VOCAB)) -> list[int]:
+        """Decode greedily with only these tokens, without the unknown one, up to the end token 0."""
         found: list[int] = []
-        while len(found) < most and (not found or found[-1] != 0):
+        excluded = [token for token in range(VOCAB) if token == 1 or token not in tokens]
+        while len(found) < most and found[-1:] != [0]:
             last = self.logits(source, found)[-1]
-            last[1] = -np.inf
+            last[excluded] = -np.inf
             found.append(int(last.argmax()))
         return found
 

@@ -44,17 +44,6 @@ def marian_directory(folder: Path, options: dict[str, Any], *, words: bool = Fal
     return folder / "model", Marian(options, weights)
 
 
-def translate(marian: Marian, source: Sequence[int], most: int, tokens: set[int]) -> list[int]:
-    """Decode greedily with only these tokens, without the unknown one."""
-    found: list[int] = []
-    excluded = [token for token in range(VOCAB) if token not in tokens - {1}]
-    while len(found) < most and found[-1:] != [0]:
-        last = marian.logits(source, found)[-1]
-        last[excluded] = -np.inf
-        found.append(int(last.argmax()))
-    return found
-
-
 def generated(bundle: Path, sources: Sequence[Sequence[int]]) -> list[list[int]]:
     with tfexport.load(bundle, threads=1) as model:
         return [list(best[0].token_ids) for best in model.generate_ids(sources, max_new_tokens=8)]
@@ -68,10 +57,10 @@ def test_texts_are_those_of_marian_with_a_shortlist(decoder: dict[str, Any], is_
     config = ExportConfig(shortlist=write_shortlist(tmp_path / "lex.bin", rows, FIRST))
     export_bundle(str(directory), tmp_path / "bundle", config)
     tokens = [allowed(rows, source, FIRST, VOCAB, is_shared=is_shared) for source in SOURCES]
-    expected = [translate(marian, source, 8, some) for source, some in zip(SOURCES, tokens, strict=True)]
+    expected = [marian.translate(source, 8, some) for source, some in zip(SOURCES, tokens, strict=True)]
     assert generated(tmp_path / "bundle", SOURCES) == expected
     others = [allowed(rows, source, FIRST, VOCAB, is_shared=not is_shared) for source in SOURCES]
-    assert expected != [translate(marian, source, 8, some) for source, some in zip(SOURCES, others, strict=True)]
+    assert expected != [marian.translate(source, 8, some) for source, some in zip(SOURCES, others, strict=True)]
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -95,7 +84,7 @@ def test_a_text_table_is_pruned_as_marian_does(
     known = [(ids.get(t, 1), ids.get(s, 1), p) for t, s, p in lines if "NULL" not in (t, s)]
     rows = best_of(known, VOCAB, 3)
     sources = [[*map(WORDS.index, text.split()), 0] for text in TEXTS]
-    expected = [translate(marian, source, 8, allowed(rows, source, FIRST, VOCAB, is_shared=True)) for source in sources]
+    expected = [marian.translate(source, 8, allowed(rows, source, FIRST, VOCAB, is_shared=True)) for source in sources]
     assert generated(tmp_path / "bundle", sources) == expected
 
 

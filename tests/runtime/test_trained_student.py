@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from torch.nn import functional as F
 
 import tfexport
 from tests import tiny
-from tests.importing.marian import OPTIONS, SSRU, positions, weights_of, write_npz
 from tests.runtime.exported import Once
 from tests.runtime.test_contract import BACKENDS
 from tfexport.contract import TokenIds
@@ -21,9 +18,6 @@ from tfexport.decode.offline import decode
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.generation import DecodeConfig
-from tfexport.importing.config import ImportConfig
-from tfexport.importing.importer import import_checkpoint
-from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
 
@@ -36,10 +30,7 @@ CONFIG = replace(
 )
 
 
-Texts = tuple[list[list[int]], list[list[int]]]  # of sources and of targets
-
-
-def draw(count: int, seed: int) -> Texts:
+def draw(count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return dates in three orders, and their digits: 17.3.2026 is 20260317 and the end."""
     rng, sources, targets = np.random.default_rng(seed), [], []
     for day, month, year, order in zip(*(rng.integers(0, n, count) for n in (31, 12, 100, 3)), strict=True):
@@ -49,23 +40,17 @@ def draw(count: int, seed: int) -> Texts:
     return sources, targets
 
 
-def trained(
-    config: TransformerConfig = CONFIG,
-    draw: Callable[[int, int], Texts] = draw,
-    after_step: Callable[[Transformer], None] = lambda model: None,
-) -> Transformer:
+def trained() -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(config)
-    after_step(model)
+    model = Transformer(CONFIG)
     optimizer = torch.optim.Adam((one for one in model.parameters() if one.requires_grad), lr=2e-3)
     for step in range(800):
         source, labels = map(torch.tensor, draw(128, step))
-        start = labels.new_full((len(labels), 1), config.tokens.start)
+        start = labels.new_full((len(labels), 1), CONFIG.tokens.start)
         logits = model(source, torch.ones_like(source, dtype=torch.bool), torch.cat((start, labels[:, :-1]), 1))
         optimizer.zero_grad()
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
-        after_step(model)
     return model.eval()
 
 
@@ -84,41 +69,3 @@ def test_a_trained_student_is_the_same_at_every_stage(once: Once, tmp_path_facto
             results = student.generate_ids(sources, max_new_tokens=9)
         right = [list(one.token_ids) == wanted for (one,), wanted in zip(results, targets, strict=True)]
         assert np.mean(right) > 0.97, precision
-
-
-def draw_for_marian(count: int, seed: int) -> Texts:
-    """Return the dates with Marian's end, 0."""
-    sources, targets = draw(count, seed)
-    return [[*source, 0] for source in sources], [[*target[:-1], 0] for target in targets]
-
-
-@pytest.mark.slow
-def test_a_trained_student_in_a_file_of_marian_is_imported(tmp_path: Path) -> None:
-    # As Marian computes: tied tables, its own positions, and zeros instead of a token that is never generated.
-    config = replace(
-        CONFIG,
-        source_vocab=VOCAB + 1,
-        target_vocab=VOCAB + 1,
-        tokens=TokenIds(pad=VOCAB, start=VOCAB, eos=0, unk=1),
-        tie_embeddings=True,
-        tie_output=True,
-        norm_eps=1e-6,
-    )
-
-    def as_marian(model: Transformer) -> None:
-        with torch.no_grad():
-            for stack in (model.enc, model.dec):
-                stack.pos.copy_(torch.tensor(positions(*stack.pos.shape)))
-            model.enc.embed.weight[-1], model.out.bias[-1] = 0, -3e4
-
-    model = trained(config, draw_for_marian, as_marian)
-    options = {**OPTIONS, **SSRU, "dim-emb": 64, "dim-vocabs": [VOCAB, VOCAB], "transformer-heads": 4}
-    options["transformer-ffn-activation"] = "relu"
-    tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    path = write_npz(tmp_path / "model.npz", options, weights_of(tensors))
-    import_checkpoint(path, tmp_path / "model", ImportConfig())
-    sources, targets = draw_for_marian(200, seed=10**6)
-    export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig())
-    with tfexport.load(tmp_path / "bundle", threads=1) as student:
-        found = student.generate_ids(sources, max_new_tokens=9)
-    assert [list(best.token_ids) for (best,) in found] == targets
