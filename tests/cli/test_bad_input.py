@@ -18,6 +18,7 @@ import torch
 from tests import tiny
 from tests.command import TFEXPORT, refuses, run
 from tests.conftest import DATES
+from tests.nn.test_directory import Bomb
 from tests.tiny import VARIANTS
 from tfexport.nn.directory import save_model
 
@@ -114,16 +115,6 @@ def test_a_damaged_model_directory(name: str, model: Path, tmp_path: Path) -> No
     if name in MODELS:
         refuses(run("inspect", model), *messages)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-class Bomb:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (f"touch '{self.proof}'",)
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "model.pt", "tokenizer.json"])

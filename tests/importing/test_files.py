@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tests.nn.test_directory import Bomb
 from tfexport.errors import CheckpointError
 from tfexport.importing._files import read_checkpoint
 
@@ -42,16 +43,6 @@ def message_of(path: Path) -> str:
 
 def is_state(found: Any, expected: dict[str, Tensor] = STATE) -> bool:
     return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.path),))
 
 
 def test_safetensors_that_begin_as_a_pickle_does(tmp_path: Path) -> None:
@@ -207,9 +198,9 @@ def test_separately_saved_parts_are_joined(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("wrap", [lambda trap: trap, lambda trap: {"model": STATE, "args": trap}])
-def test_a_malicious_pickle_does_not_run(wrap: Callable[[Trap], Any], old: bool, tmp_path: Path) -> None:
+def test_a_malicious_pickle_does_not_run(wrap: Callable[[Bomb], Any], old: bool, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
-    torch.save(wrap(Trap(trap)), tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
+    torch.save(wrap(Bomb(trap)), tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
     message = message_of(tmp_path / "a.pt")
     assert "holds more than tensors and plain values (posix.mkdir)" in message
     assert "torch.save(model.state_dict(), FILE)" in message
@@ -221,7 +212,7 @@ def test_a_malicious_pickle_does_not_run(wrap: Callable[[Trap], Any], old: bool,
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_a_bare_malicious_pickle_does_not_run(protocol: int, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
-    (tmp_path / "a.pkl").write_bytes(pickle.dumps(Trap(trap), protocol))
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(Bomb(trap), protocol))
     message_of(tmp_path / "a.pkl")
     assert not trap.exists()
 
