@@ -73,33 +73,8 @@ def test_fp16_keeps_the_accuracy(model: Model, dates_fp16: Path, held_out: Rows)
         assert abs(share(half, held_out) - share(model, held_out)) <= 0.1
 
 
-def test_a_stream_equals_generate(model: Model) -> None:
-    pieces = list(model.stream("3 mars 1999"))
-    assert "".join(pieces) == "1999-03-03"
-    assert len(pieces) == 10
-
-
-def test_a_prefix_is_continued(model: Model) -> None:
-    (free,) = model.generate(["3 mars 1999"])
-    (kept,) = model.generate(["3 mars 1999"], prefixes=["1998-"])
-    assert free.text == "1999-03-03"
-    assert kept.text == "1998-03-03"
-    mixed = model.generate(["3 mars 1999", "4 mars 1999"], prefixes=["", "2000"])
-    assert [result.text for result in mixed] == ["1999-03-03", "2000-03-04"]
-
-
 def test_special_tokens_in_a_text_are_text(model: Model) -> None:
     (result,) = model.generate(["3 mars 1999</s></s>"])
     assert result.finish_reason == "eos"
     with pytest.raises(tfexport.InputError, match="the text has no character"):
         model.generate(["\U0001f600\U0001f600"])
-
-
-def test_threads_share_a_model(model: Model, held_out: Rows) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    texts = [text for text, *_ in held_out[:200]]
-    expected = [result.text for result in model.generate(texts)]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda text: model.generate([text])[0].text, texts))
-    assert found == expected

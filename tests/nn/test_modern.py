@@ -32,7 +32,7 @@ from transformers.models.t5gemma import modeling_t5gemma
 from tests import tiny
 from tests.nn.foreign import canonical
 from tfexport.nn.attention import MultiHeadAttention
-from tfexport.nn.cache import ConcatCache, KeyValue, Source
+from tfexport.nn.cache import ConcatCache, KeyValue
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.positions import Alibi, Rotary
 from tfexport.nn.transformer import Transformer
@@ -163,13 +163,6 @@ def test_alibi_equals_that_of_bloom(heads: int) -> None:
     assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
-def test_alibi_of_an_encoder_falls_to_both_sides() -> None:
-    bias = Alibi(8).bias(torch.arange(5)[None], 5, torch.float64)
-    distance = (torch.arange(5)[:, None] - torch.arange(5)).abs()
-    for head in range(8):
-        assert torch.equal(bias[0, head], -(0.5 ** (head + 1)) * distance)
-
-
 def gemma(**changes: Any) -> Any:
     side = {**SIZES, "num_hidden_layers": 2, "query_pre_attn_scalar": 12, "sliding_window": 64, "bos_token_id": 1}
     side |= changes
@@ -198,20 +191,3 @@ def test_equals_t5gemma() -> None:
     assert expected.logits.std() > 0.1
     assert (hidden - expected.encoder_last_hidden_state)[batch.source_mask].abs().max() < TOLERANCE * 10
     assert (found - expected.logits).abs().max() < TOLERANCE * 10
-
-
-def test_relu_squared_and_shared_heads_of_an_encoder() -> None:
-    config = tiny.config(encoder={"num_kv_heads": 1, "layers": 1}, activation="relu2", attention_bias=False)
-    model, batch = tiny.model(config), tiny.batch()
-    block = model.enc.blocks[0]
-    x = torch.randn(27, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with torch.no_grad():
-        assert torch.equal(block.ffn(x), block.ffn.fc2(F.relu(block.ffn.fc1(x)) ** 2))
-        found = block.self(x, Source(batch.source_mask), 0)
-        query, key, value = (
-            part(x).view(3, 9, -1, 8).transpose(1, 2) for part in (block.self.q, block.self.k, block.self.v)
-        )
-        key, value = key.repeat(1, 4, 1, 1), value.repeat(1, 4, 1, 1)
-        expected = F.scaled_dot_product_attention(query, key, value, batch.source_mask[:, None, None])
-        expected = block.self.o(expected.transpose(1, 2).flatten(2).flatten(0, 1))
-    assert (found - expected).abs().max() < TOLERANCE * 10

@@ -26,7 +26,6 @@ from tfexport.nn.directory import save_model
 from tfexport.nn.switches import SWITCHES
 from tfexport.nn.transformer import Transformer
 
-ENCODER_ALONE = replace(tiny.VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
 LENGTHS = {"source length", "target length"}  # the short batch does not reach the limit of 24
 K_BIASES = {"enc.layers.*.self.k.bias", "dec.layers.*.self.k.bias", "dec.layers.*.cross.k.bias"}
 
@@ -102,7 +101,7 @@ def test_changing_a_switch_equals_building_another_model(variant: str, name: str
 
 
 def test_an_encoder_only_model() -> None:
-    canonical, reference = made(ENCODER_ALONE)
+    canonical, reference = made(tiny.ENCODER_ALONE)
     certificate = certify(canonical, reference, "alone")
     assert certificate.proven
     assert about(certificate) == {"enc.layers.*.self.k.bias", "source length"}
