@@ -17,7 +17,13 @@ from safetensors.numpy import load_file
 
 from tfexport.export._weights import write_weights
 from tfexport.export.graph_file import span
-from tfexport.export.passes import append_selection, collapse_reshapes, join_products, separate_lookups
+from tfexport.export.passes import (
+    append_selection,
+    collapse_reshapes,
+    join_products,
+    separate_bias,
+    separate_lookups,
+)
 from tfexport.export.reorder import reorder_graph
 from tfexport.precision import Precision
 
@@ -272,6 +278,44 @@ def test_a_table_with_one_kind_of_reader_or_inside_the_graph_stays(tmp_path: Pat
     before = written(tmp_path, model)
     separate_lookups(model)
     assert written(tmp_path, model) == before
+
+
+# ---- the bias of a large vocabulary
+
+
+def projection(vocab: int, *, nested: bool) -> ir.Model:
+    """Return the graph logits = x · weightᵀ + bias, inside a branch of an If or not."""
+    x, flag = ir.val("x", ir.DataType.FLOAT, ["rows", 4]), constant("flag", np.array(True))
+    operands = [constant("w", RNG.normal(size=(vocab, 4)).astype(np.float32))]
+    operands.append(constant("b", RNG.normal(size=vocab).astype(np.float32)))
+    nodes = [ir.Node("", "Gemm", [x, *operands], [ir.AttrInt64("transB", 1)])]
+    if nested:
+        output(nodes[0].outputs[0], "inner", "rows", vocab)
+        other = ir.Node("", "Identity", [operands[0]])
+        output(other.outputs[0], "table", vocab, 4)
+        branches = [ir.Graph([], node.outputs, nodes=[node], name=node.op_type) for node in (nodes[0], other)]
+        names = ("then_branch", "else_branch")
+        nodes = [ir.Node("", "If", [flag], [ir.AttrGraph(*one) for one in zip(names, branches, strict=True)])]
+    outputs = [output(nodes[0].outputs[0], "logits", "n", "width")]
+    return model_of(x, outputs, nodes, *operands, *([flag] if nested else []))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("vocab", "products"), [(11_999, ["Gemm"]), (12_000, ["Gemm", "Add"])])
+def test_the_bias_of_a_large_vocabulary_gets_its_own_operator(
+    tmp_path: Path, vocab: int, products: list[str], nested: bool
+) -> None:
+    model, rows = projection(vocab, nested=nested), RNG.normal(size=(3, 4)).astype(np.float32)
+    weight, bias = (
+        value.const_value.numpy() for value in [*model.graph.initializers.values()][:2] if value.const_value
+    )
+    write_weights(tmp_path / "weights.safetensors", {"w": torch.tensor(weight), "b": torch.tensor(bias)}, [model])
+    separate_bias(model)
+    written(tmp_path, model)
+    found = [node.op_type for node in model.graph.all_nodes() if node.op_type not in ("If", "Identity")]
+    assert found == products
+    (logits,) = ort.InferenceSession(tmp_path / "g.onnx").run(["logits"], {"x": rows})
+    np.testing.assert_allclose(logits, rows.astype(np.float64) @ weight.T.astype(np.float64) + bias, atol=2e-6)
 
 
 # ---- the graph that reorders rows

@@ -14,14 +14,18 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 
 import tfexport
 from tests import tiny
 from tfexport.bundle.bundle import open_bundle
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
+from tfexport.export import export_bundle
+from tfexport.export.config import ExportConfig
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
+from tfexport.nn.directory import save_model
 from tfexport.nn.presets import build_preset
 from tfexport.runtime.cpu import step_weight_bytes
 from tfexport.runtime.ort._binding import Binding
@@ -58,6 +62,22 @@ def test_kernels_of_a_step(random_bundle: Path, tmp_path: Path) -> None:
     assert calls["Gemm"] + calls["FusedGemm"] + calls["MatMul"] == 6 * layers + 1
     assert not {"Transpose", "Split", "Expand", "Slice", "ReduceLogSumExp", "TensorScatter"} & set(calls)
     assert len(nodes) <= 60, calls
+
+
+def test_logits_are_filled_by_all_threads(tmp_path: Path) -> None:
+    """ONNX Runtime does not join a product with a large vocabulary and its bias again."""
+    vocab = 12_000
+    save_model(tiny.model(tiny.config(target_vocab=vocab), dtype=torch.float32), tmp_path / "model")
+    export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(variants=("contrib",)))
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "bundle" / "optimized.onnx")
+    decoder = str(tmp_path / "bundle" / "decoder_contrib.onnx")
+    ort.InferenceSession(decoder, options, providers=["CPUExecutionProvider"])
+    graph = onnx.load(options.optimized_model_filepath, load_external_data=False).graph
+    biases = {weight.name for weight in graph.initializer if [*weight.dims] == [vocab]}
+    readers = [node.op_type for node in graph.node if biases & {*node.input}]
+    assert readers == ["Add"]
 
 
 def test_cross_attention_of_a_step_does_not_scale(random_bundle: Path) -> None:

@@ -155,7 +155,7 @@ def _write(
     options: Any = {name: getattr(config, name) for name in ("opset", "alignment", "speculation")}
     options |= {"shortlist": config.shortlist is not None, "report": report}
     if config.quantization is None:
-        return write_graphs(module, spec, directory, variants=variants, ranking=True, **options)
+        return write_graphs(module, spec, directory, variants=variants, tuned=True, **options)
     # In the bundle's directory, because the fp32 weights can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         if config.is_calibrated:

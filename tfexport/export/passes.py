@@ -25,6 +25,8 @@ from tfexport.export.graph_file import load_graph
 _CAPACITY = "capacity"
 # Vocabularies from this size on are searched in blocks of about this size.
 _LEAST_IN_BLOCKS, _BLOCK = 4096, 128
+# The bias of products with at least this many outputs is faster to add in an operator of its own.
+_LEAST_APART = 12_000
 # Operators between `cache_lengths` and the index of the position table.
 _SAME_POSITION = ("Add", "Cast", "Identity", "Reshape", "Unsqueeze")
 
@@ -232,6 +234,25 @@ def best_of_blocks(
     inside = tape.op("Sub", [places, tape.op("Mul", [number, width])])
     first = tape.op("Mul", [tape.op("GatherElements", [chosen, number], {"axis": 1}), width])
     return best, tape.op("Add", [first, inside])
+
+
+def separate_bias(model: ir.Model) -> None:
+    """Add the bias of a product with a large vocabulary in an operator of its own.
+
+    ONNX Runtime's Gemm fills its output with the bias on one thread, and then reads it again to add the product.
+    """
+    for node in list(model.graph.all_nodes()):
+        weight, bias = node.inputs[1:3] if node.op_type == "Gemm" and len(node.inputs) == 3 else (None, None)
+        is_stored = weight is not None and isinstance(weight.const_value, ir.ExternalTensor)
+        if not is_stored or bias is None or bias.const_value is None or bias.const_value.size < _LEAST_APART:
+            continue
+        tape = ir.tape.Tape()
+        product = tape.op(
+            "Gemm", node.inputs[:2], node.attributes, output=ir.Value(name=f"{node.outputs[0].name}_product")
+        )
+        logits = tape.op("Add", [product, bias])
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, node.outputs, [logits])
 
 
 def keep_logits(model: ir.Model) -> None:

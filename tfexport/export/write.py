@@ -21,7 +21,7 @@ from tfexport.export._weights import write_weights
 from tfexport.export.decoders import VARIANTS
 from tfexport.export.decoders.contrib import joint_weights
 from tfexport.export.graph_file import save_graph
-from tfexport.export.passes import append_selection, separate_lookups
+from tfexport.export.passes import append_selection, separate_bias, separate_lookups
 from tfexport.export.ranking import rank_without_scores
 from tfexport.export.reorder import reorder_model
 from tfexport.export.shortlist import restrict
@@ -42,14 +42,14 @@ def write_graphs(
     speculation: bool = False,
     shortlist: bool = False,
     always_portable: bool = True,
-    ranking: bool = False,
+    tuned: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Trace a model, and write and check its graphs and their weight file.
 
     The model is in eval mode; a copy of it is cast to the precision of `spec`. Unsupported variants are skipped.
     With `shortlist`, the variants are contrib only. Without `always_portable`, the portable encoder is left out if no
-    variant reads it. With `ranking`, steps of a large contrib decoder may leave out scores.
+    variant reads it. With `tuned`, the contrib decoder is adapted to the fp32 products of ONNX Runtime.
     """
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
@@ -84,9 +84,11 @@ def write_graphs(
     graphs = [graph for graph, _ in traced.values()]
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
     if "contrib" in supported:
-        if ranking:
-            rank_without_scores(traced[contract.DECODER["contrib"]][0])
-        separate_lookups(traced[contract.DECODER["contrib"]][0])
+        decoder = traced[contract.DECODER["contrib"]][0]
+        if tuned:
+            rank_without_scores(decoder)
+            separate_bias(decoder)
+        separate_lookups(decoder)
     if set(supported) - {"contrib"}:  # a GPU can run the other variants
         traced[REORDER] = reorder_model(spec.precision), contract.reorder_spec(spec.precision)
     written = {}
