@@ -216,6 +216,16 @@ def test_bundles_are_replaced_under_load(dates_bundle: Path, tmp_path: Path, exp
         assert server.stop() == 0
 
 
+def test_garbage_collections_skip_what_is_loaded(dates_bundle: Path, tmp_path: Path) -> None:
+    count = "import atexit, gc, sys\natexit.register(lambda: print(len(gc.get_objects()), file=sys.stderr))"
+    with running(tmp_path, dates_bundle, "--threads", 1, before=count) as server:
+        server.send(signal.SIGHUP)
+        eventually(lambda: reloads(server))
+        server.ask(TEXTS[0])
+        assert server.stop() == 0
+        assert int(server.log.read_text().splitlines()[-1]) < 20_000  # of 85,000
+
+
 def test_a_server_stops_while_a_bundle_is_replaced(dates_bundle: Path, tmp_path: Path) -> None:
     later = LARGE.replace("    time.sleep(60)\n", "    time.sleep(60 * len(loaded)); loaded.append(1)\n")
     with running(tmp_path, dates_bundle, "--threads", 1, before=f"loaded = []{later}") as server:

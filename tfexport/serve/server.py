@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -130,6 +131,7 @@ class Server:
                 await engine.start()
                 self._report(_model_line(name, engine))
             _warn_of_threads(self._engines.values(), self._config.processes)
+            _freeze()
         except TfexportError:
             await asyncio.gather(*(engine.drain(0) for engine in self._engines.values()))
             raise
@@ -161,6 +163,8 @@ class Server:
             start = time.monotonic()
             with _logged_errors(f"model {name}"):
                 await engine.replace()
+                gc.unfreeze()  # the old model
+                _freeze()
                 logger.info("model %s: reloaded in %.1f s", name, time.monotonic() - start)
         if self._tokens:
             with _logged_errors("tokens"):
@@ -247,6 +251,12 @@ def _logged_errors(subject: str) -> Iterator[None]:
         yield
     except TfexportError as error:
         logger.error("%s: not reloaded, the old one stays in use: %s", subject, error)
+
+
+def _freeze() -> None:
+    """Keep what is loaded out of later garbage collections, during which no request is answered."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave(code: int, line: str = "") -> NoReturn:
