@@ -229,9 +229,11 @@ class Engine:
                     return with_copies(model.session, tokenizer, [text], [ready], results, decoding)
                 return results
 
-            num_forced = num_fixed if decoding.prefix_bias_beta else len(prefix_ids)
-            num_forced += num_speech_tokens(model.spec, decoding)
-            pieces = Pieces(tokenizer.decode, num_forced, decoding.strings) if stream else None
+            pieces = None
+            if stream:
+                num_forced = num_fixed if decoding.prefix_bias_beta else len(prefix_ids)
+                num_forced += num_speech_tokens(model.spec, decoding)
+                pieces = Pieces(tokenizer.decode, num_forced, decoding.strings)
             limits = priority, timeout_s
             return self._begin(served, ready, prefix_ids, decoding, num_fixed, stream, *limits, answers, pieces, read)
 
