@@ -254,7 +254,7 @@ def _logged_errors(subject: str) -> Iterator[None]:
 
 
 def _freeze() -> None:
-    """Keep what is loaded out of later garbage collections, during which no request is answered."""
+    """Keep what is loaded out of garbage collections, which delay all requests."""
     gc.collect()
     gc.freeze()
 
