@@ -98,7 +98,8 @@ def _from_columns(values: NDArray[np.int8], scales: NDArray[np.float32]) -> Tens
     inputs, outputs = values.shape
     block = _BLOCK if inputs % _BLOCK == 0 else -(-inputs // _STEP) * _STEP
     padded = np.zeros((outputs, -(-inputs // block) * block), np.uint8)
-    padded[:, :inputs] = (values.T.astype(np.int16) + 128).astype(np.uint8)
+    padded[:, :inputs] = values.T.view(np.uint8)
+    padded[:, :inputs] ^= 128  # plus 128
     blocks = padded.shape[1] // block
     zeros = np.full((outputs, blocks), 128, np.uint8)
     return Tensor(inputs, padded, scales[:, None].repeat(blocks, 1), zeros, block)
