@@ -5,7 +5,7 @@
 namespace native {
 
 Tensor Tensors::take(int64_t rows, int64_t columns, bool may_be_bytes, bool optional) {
-  Tensor found;
+  Tensor found{};
   if (next_(&found)) throw std::invalid_argument("too few tensors");
   if (optional && !found.values) return found;
   bool is_valid = found.values && found.rows == rows && found.columns == columns && found.block >= 0;

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import DECODER, WEIGHTS, has_speculation
-from tfexport.errors import BackendError, TfexportError, raise_all
+from tfexport.errors import BackendError, raise_all
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedScoring, CheckedSession, check_step
@@ -60,20 +60,21 @@ class _Object:
 
 def _model(library: Library, config: TransformerConfig, tensors: Iterator[Tensor | None]) -> _Object:
     """Copy tensors into a model one at a time; tables stay in the mapped file."""
-    held, tables = list[Tensor | None](), list[Tensor]()
-    errors: list[TfexportError] = []
+    current: Tensor | None = None  # is read until the next one is asked for
+    tables, errors = list[Tensor](), list[BaseException]()
 
     def give(to: Any) -> int:
+        nonlocal current
         try:
-            held[:] = [next(tensors)]
+            current = next(tensors)
+            to[0] = TensorView() if current is None else current.view()
         except StopIteration:
             return 1
-        except TfexportError as error:  # is lost if it is raised to C++
+        except BaseException as error:  # noqa: BLE001 - is raised below, because it would not pass through C++
             errors.append(error)
             return 1
-        if (tensor := held[0]) is not None and tensor.is_table:
-            tables.append(tensor)
-        to[0] = TensorView() if tensor is None else tensor.view()
+        if current is not None and current.is_table:
+            tables.append(current)
         return 0
 
     try:
@@ -87,7 +88,7 @@ def _model(library: Library, config: TransformerConfig, tensors: Iterator[Tensor
 
 
 class NativeSession(CheckedSession):
-    """A model in the compiled library; calls run on the caller's thread or more."""
+    """A model in the compiled library; calls may start threads."""
 
     backend = "native"
 
