@@ -10,8 +10,8 @@ namespace native {
 constexpr int64_t ENCODED_TOGETHER = 256;  // tokens; more of them do not fit into the cache
 constexpr int64_t BLOCKS_TOGETHER = 16;    // that are allocated at once
 constexpr int MOST_QUERIES = 4;
-constexpr int64_t FEWEST_ROWS = 4;  // of a thread, which reads all weights for them
-constexpr int64_t FEWEST_WEIGHTS = 6'000'000;  // of a thread, if several take the same rows
+constexpr int64_t FEWEST_ROWS = 4;             // of a thread, which reads all weights for them
+constexpr int64_t FEWEST_WEIGHTS = 6'000'000;  // of the projection for a thread, if several take the same rows
 
 static KeyValues kind_of(const StackConfig& stack) { return {stack.heads, stack.head_width}; }
 
